@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from cacheprobe.core.records import Request, SamplingParams
     from cacheprobe.core.registry import register
     from cacheprobe.edits import interventions, patching
-    from cacheprobe.edits.gradients.compute import Gradients, gradients
-    from cacheprobe.edits.gradients.texts import GradientText
+    from cacheprobe.edits.gradient_texts import GradientText
+    from cacheprobe.edits.gradients import Gradients, gradients
     from cacheprobe.engine import drafters
     from cacheprobe.engine.draft_costs import draft_costs
     from cacheprobe.kvcache.surgery import KVSnapshot, diff_rows
@@ -39,8 +39,8 @@ _NAMES = {
     "cacheprobe.core.config": "CaptureConfig",
     "cacheprobe.core.records": "Request SamplingParams",
     "cacheprobe.core.registry": "register",
-    "cacheprobe.edits.gradients.compute": "Gradients gradients",
-    "cacheprobe.edits.gradients.texts": "GradientText",
+    "cacheprobe.edits.gradients": "Gradients gradients",
+    "cacheprobe.edits.gradient_texts": "GradientText",
     "cacheprobe.engine.draft_costs": "draft_costs",
     "cacheprobe.kvcache.surgery": "KVSnapshot diff_rows",
     "cacheprobe.models.base": "CachedLM",

@@ -5,6 +5,8 @@ use.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from cacheprobe.core.values import no_attribute
+
 if TYPE_CHECKING:
     from cacheprobe.analysis.dictionary_loss import reconstruction as reconstruction
     from cacheprobe.analysis.draft_acceptance import acceptance as acceptance
@@ -34,9 +36,9 @@ if TYPE_CHECKING:
     from cacheprobe.analysis.reading import rejected_tokens as rejected_tokens
     from cacheprobe.analysis.thought_readings import read_thoughts as read_thoughts
     from cacheprobe.analysis.thought_readings import thought_activations as thought_activations
-    from cacheprobe.edits.gradients.texts import logit_difference as logit_difference
-    from cacheprobe.edits.gradients.texts import text_logprob as text_logprob
-    from cacheprobe.edits.gradients.texts import token_logprob as token_logprob
+    from cacheprobe.edits.gradient_texts import logit_difference as logit_difference
+    from cacheprobe.edits.gradient_texts import text_logprob as text_logprob
+    from cacheprobe.edits.gradient_texts import token_logprob as token_logprob
     from cacheprobe.edits.patchscopes import patchscope as patchscope
     from cacheprobe.trace.tables.engine_differences import engine_differences as engine_differences
     from cacheprobe.trace.tables.reasoning import reasoning_spans as reasoning_spans
@@ -56,26 +58,24 @@ _HOMES = {
     "cacheprobe.analysis.reading": "divergences read_states rejected_tokens",
     "cacheprobe.analysis.dictionary_loss": "reconstruction",
     "cacheprobe.analysis.thought_readings": "read_thoughts thought_activations",
-    "cacheprobe.edits.gradients.texts": "logit_difference text_logprob token_logprob",
+    "cacheprobe.edits.gradient_texts": "logit_difference text_logprob token_logprob",
     "cacheprobe.edits.patchscopes": "patchscope",
     "cacheprobe.trace.tables.engine_differences": "engine_differences",
     "cacheprobe.trace.tables.reasoning": "reasoning_spans with_reasoning",
     "cacheprobe.trace.tables.routing": "routing",
 }
 """Module -> names of its public functions."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:
-    __all__ = sorted(name for names in _HOMES.values() for name in names.split())
+    __all__ = sorted(_HOME_OF)
 
     def __getattr__(name: str) -> object:
-        for home, names in _HOMES.items():
-            if name in names.split():
-                return getattr(import_module(home), name)
-        from cacheprobe.core.values import no_attribute
-
+        if name in _HOME_OF:
+            return getattr(import_module(_HOME_OF[name]), name)
         raise no_attribute("module 'cacheprobe.analysis'", name, __all__)
 
 
 def __dir__() -> list[str]:
     """Returns the public names, for dir() and completion."""
-    return sorted(name for names in _HOMES.values() for name in names.split())
+    return sorted(_HOME_OF)

@@ -8,7 +8,7 @@ changes, and the token that a reading is compared with. This module derives it a
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import SupportsInt, cast
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ import pandas as pd
 from cacheprobe.analysis.comparison import first_difference
 from cacheprobe.core.records import DISCARDED_DRAFT, PROVENANCES, Request
 from cacheprobe.core.tokens import visible
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.token_history import token_history
 from cacheprobe.trace.trace import Trace
 
@@ -168,9 +169,7 @@ def _event_faults(trace: Trace, request: Request, events: pd.DataFrame, history:
         yield f"ended by length after {len(tokens)} tokens, its limit is {limit}"
 
 
-def _verdict_faults(
-    label: str, event: Mapping[str, Any], history: History, proposals: list[int], finish: str
-) -> Iterator[str]:
+def _verdict_faults(label: str, event: JsonDict, history: History, proposals: list[int], finish: str) -> Iterator[str]:
     """Yields an error text for each contradiction in one verdict. Adds the verdict and the roles of its tokens to
     `history`."""
     draft, targets, committed = (_ints(event[f"{name}_token_ids"]) for name in ("draft", "target", "committed"))
@@ -386,15 +385,15 @@ def _differences(label: str, line: Mapping[str, object], expected: Mapping[str, 
             yield f"{label} {name} is {recorded}, the events give {value}"
 
 
-def _plain(value: Any) -> object:
+def _plain(value: object) -> object:
     """Returns an entry of a table as a text, a number or a list; None if it is null."""
     if isinstance(value, list | tuple | np.ndarray):
         return _ints(value)
     if value is None or value is pd.NA or value != value:
         return None
-    return value if isinstance(value, str) else int(value)
+    return value if isinstance(value, str) else int(cast(SupportsInt, value))
 
 
-def _ints(values: Iterable[Any]) -> list[int]:
+def _ints(values: Iterable[SupportsInt]) -> list[int]:
     """Returns the values as a list of int."""
     return [int(x) for x in values]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pandas as pd
 
@@ -10,7 +10,7 @@ from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
 
-StoredRequest: TypeAlias = Mapping[str, Any]
+StoredRequest: TypeAlias = JsonDict
 """A request of `StoredRun.requests`: its fields as JSON."""
 
 _SAMPLING = {
@@ -27,6 +27,7 @@ _SAMPLING = {
 """Settings of a request's sampling, in words."""
 
 _READING = ["token_id", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"]
+_CHOICES = ["top_token_ids", "top_logprob_nats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +86,17 @@ def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | 
 
 
 def first_reading_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first lens reading whose numbers differ between two requests; None if all are
-    equal.
+    """Returns (position, layer) of the first lens reading whose numbers, or whose further choices, differ between two
+    requests; None if all are equal.
 
     ours, theirs: readings of one request each, as in `Trace.hypotheses`. All readings of `ours` with status "committed"
     are compared. Null equals null, because the last reading has no committed token to rank.
     """
     keys = ["position", "layer"]
-    a, b = (table[table.status == "committed"].set_index(keys)[_READING].sort_index() for table in (ours, theirs))
+    a, b = (
+        table[table.status == "committed"].set_index(keys)[_READING + _CHOICES].sort_index() for table in (ours, theirs)
+    )
+    a, b = (table.assign(**{name: table[name].map(tuple, na_action="ignore") for name in _CHOICES}) for table in (a, b))
     b = b.reindex(a.index)
     same = (a == b).fillna(False).to_numpy(dtype=bool) | (a.isna() & b.isna()).to_numpy(dtype=bool)
     if same.all():

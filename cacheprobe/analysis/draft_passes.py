@@ -101,17 +101,13 @@ def replay_passes(
             for accepted, (at_least, more) in enumerate(pairwise((1.0, *survival, 0.0))):
                 probability = at_least - more  # of exactly this number of accepted tokens
                 if probability > 0:
-                    is_adaptive = isinstance(draft_length, str) and bool(draft.agrees)
-                    cap_after = _adapted(cap, accepted == len(draft.agrees), window) if is_adaptive else cap
+                    cap_after = cap
+                    if isinstance(draft_length, str) and draft.agrees and cap is not None:  # the adaptive length
+                        is_full = accepted == len(draft.agrees)
+                        cap_after = min(cap + 2, max(window - 1, 1)) if is_full else max(cap - 1, 1)
                     after = weights.setdefault(min(position + accepted + 1, text.last), {})
                     after[cap_after] = after.get(cap_after, 0.0) + weight * probability
     return passes
-
-
-def _adapted(cap: int | None, is_full: bool, window: int) -> int | None:
-    """Returns the adaptive length after a pass: 2 more if the whole draft was accepted, else 1 less."""
-    assert cap is not None
-    return min(cap + 2, max(window - 1, 1)) if is_full else max(cap - 1, 1)
 
 
 def tempered(logprobs_nats: Float[np.ndarray, "n k"], temperature: float) -> Float[np.ndarray, "n k"]:

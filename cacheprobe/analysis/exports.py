@@ -2,7 +2,7 @@
 Neuronpedia."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -20,7 +20,7 @@ from cacheprobe.core.files import write_whole
 from cacheprobe.core.hook_names import CONVENTION, SITE_NAMES
 from cacheprobe.core.records import STATUSES
 from cacheprobe.core.terminal import Progress
-from cacheprobe.core.values import JsonDict, folder, hint, whole_number
+from cacheprobe.core.values import JsonDict, folder, hint, listed, whole_number
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.trace.state_store import layer_number
 from cacheprobe.trace.tables.features import place_of_features
@@ -113,9 +113,10 @@ class ChosenStates:
             raise ValueError(NO_STATES)
         self.trace = trace
         self.sites = tuple(dict.fromkeys(trace.store.sites if sites is None else sites))
-        given = _numbers(trace.store.layers if layers is None else layers)
-        self.layers = list(dict.fromkeys(layer_number(layer, trace.row_table) for layer in given))
-        self.requests = list(dict.fromkeys(_numbers(list(trace.tokens) if requests is None else requests)))
+        given = listed(trace.store.layers if layers is None else layers)
+        self.layers = list(dict.fromkeys(layer_number(index(layer), trace.row_table) for layer in given))
+        given = listed(trace.tokens if requests is None else requests)
+        self.requests = list(dict.fromkeys(index(request) for request in given))
         wanted = (statuses,) if isinstance(statuses, str) else STATUSES if statuses is None else statuses
         self.statuses = tuple(dict.fromkeys(wanted))
         for name in ("sites", "layers", "requests", "statuses"):
@@ -176,11 +177,6 @@ class ChosenStates:
             writer.write_batch(first)
             for batch in batches:
                 writer.write_batch(batch)
-
-
-def _numbers(given: "SupportsIndex | Sequence[SupportsIndex]") -> list[int]:
-    """Returns one whole number or several, such as an array of them, as a list."""
-    return [index(one) for one in given] if isinstance(given, Iterable) else [index(given)]
 
 
 def to_dataframe(
@@ -249,20 +245,15 @@ def to_speculators(
     paths, named = [], {"layers": ",".join(map(str, (*chosen, n - 1))), "convention": CONVENTION}
     with Progress(len(trace.requests), "writing", "requests", enabled=progress) as bar:
         for request in trace.tokens:
-            tensors = _tensors(trace, request, (*chosen, n - 1))
+            rows = trace.rows(request, "committed").sort_values("position")
+            if rows.position.tolist() != list(range(len(rows))):
+                raise ValueError(f"request {request} began from cached keys and values, whose states were not computed")
+            states = torch.stack([trace.vectors("S", layer, rows) for layer in (*chosen, n - 1)], dim=1)
+            tensors = {"token_ids": torch.tensor(rows.token_id.tolist()), "hidden_states": states.contiguous()}
             save = partial(save_file, tensors, metadata=named)
             paths.append(write_whole(folder / f"hs_{request}.safetensors", save))
             bar.advance()
     return paths
-
-
-def _tensors(trace: "Trace", request: int, layers: Sequence[int]) -> dict[str, Tensor]:
-    """Returns the content of one request's file. Raises: ValueError, see `to_speculators`."""
-    rows = trace.rows(request, "committed").sort_values("position")
-    if rows.position.tolist() != list(range(len(rows))):
-        raise ValueError(f"request {request} began from cached keys and values, whose states were not computed")
-    states = torch.stack([trace.vectors("S", layer, rows) for layer in layers], dim=1)
-    return {"token_ids": torch.tensor(rows.token_id.tolist()), "hidden_states": states.contiguous()}
 
 
 _ROWS_AT_ONCE = 4096

@@ -14,9 +14,8 @@ from cacheprobe.core.settings import SamplingParams
 from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.patching.arguments import check_site, usable
-from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
+from cacheprobe.edits.patching.cells import Edit, PatchingCell, Run, cell, read, run_once
 from cacheprobe.edits.patching.grid import difference
-from cacheprobe.edits.patching.runs import Run, read, run_once
 from cacheprobe.edits.patching.sweep import CellProgress, CellStore, Group, Index, sweep
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS

@@ -19,8 +19,8 @@ def kv_snapshot(trace: Trace, request_id: SupportsIndex, length: int | None = No
     Raises: ValueError if the run kept no keys and values (Request.keep_kv), or if `length` exceeds their number;
     KeyError for an unknown request.
     """
-    request = _request(trace, request_id)
-    rows = trace.kept_rows.get(int(request_id))
+    trace.committed(request_id)  # raises an error for an unknown request
+    request, rows = trace.requests[int(request_id)], trace.kept_rows.get(int(request_id))
     if rows is None:
         how = "run it again" if trace.model is None else "run it"
         if request.keep_kv and (error := trace.meta["errors"].get(str(int(request_id)))):
@@ -47,11 +47,12 @@ def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot 
     Raises: ValueError if no keys and values were kept, if `rows` has another length than `length`, or if no token is
     left to generate; KeyError for an unknown request.
     """
-    request = _request(trace, request_id)
+    generated = trace.committed(request_id)
+    request = trace.requests[int(request_id)]
     rows = kv_snapshot(trace, request_id, length) if rows is None else rows
     if len(rows) != length:
         raise ValueError(f"fork of request {request_id}: the rows have {len(rows)} positions, not {length}; cut() them")
-    text = [*request.prompt_token_ids, *trace.committed(request_id)]
+    text = [*request.prompt_token_ids, *generated]
     prompt = text[: max(length + 1, request.num_prompt_tokens)]
     assert request.sampling is not None and request.sampling.max_new_tokens is not None
     left = request.sampling.max_new_tokens - (len(prompt) - request.num_prompt_tokens)
@@ -67,11 +68,3 @@ def fork(trace: Trace, request_id: SupportsIndex, length: int, rows: KVSnapshot 
         cached=rows,
         own_fingerprint=request.is_deterministic,
     )
-
-
-def _request(trace: Trace, request_id: SupportsIndex) -> Request:
-    """Returns one request of the trace. Raises: KeyError for an unknown number."""
-    requests: dict[int | None, Request] = {request.request_id: request for request in trace.requests}
-    if request_id not in requests:
-        raise KeyError(f"no request {request_id} in this trace; it has 0 to {len(requests) - 1}")
-    return requests[int(request_id)]

@@ -129,7 +129,7 @@ def draft_agreement(readings: Readings, window: int) -> pd.DataFrame:
     known = _checked(readings)[lambda t: (t.status == "committed") & (t.role != "prompt") & t.agrees.notna()]
     if known.empty:
         raise ValueError("no canonical reading has a committed token to agree with")
-    totals: dict[int, list[int]] = {}
+    lines = []
     for (layer, _), table in known.sort_values("position").groupby(["layer", "request_id"]):
         agrees = table.agrees.to_numpy(dtype=bool)
         passes, drafted, accepted, at = 0, 0, 0, 0
@@ -138,21 +138,11 @@ def draft_agreement(readings: Readings, window: int) -> pd.DataFrame:
             count = len(candidates) if candidates.all() else int(np.argmin(candidates))
             passes, drafted, accepted = passes + 1, drafted + len(candidates), accepted + count
             at += count + 1
-        sums = totals.setdefault(int(layer), [0, 0, 0, 0])
-        for i, value in enumerate((passes, drafted, accepted, len(agrees))):
-            sums[i] += value
-    records = [
-        {
-            "layer": layer,
-            "passes": passes,
-            "drafted": drafted,
-            "accepted": accepted,
-            "acceptance": accepted / drafted if drafted else np.nan,
-            "tokens_per_pass": tokens / passes if passes else np.nan,
-        }
-        for layer, (passes, drafted, accepted, tokens) in sorted(totals.items())
-    ]
-    return pd.DataFrame(records)
+        lines.append((int(layer), passes, drafted, accepted, len(agrees)))
+    counts = pd.DataFrame(lines, columns=["layer", "passes", "drafted", "accepted", "tokens"])
+    table = counts.groupby("layer", as_index=False).sum()
+    rates = dict(acceptance=table.accepted / table.drafted, tokens_per_pass=table.tokens / table.passes)
+    return table.drop(columns="tokens").assign(**rates)
 
 
 def agreement(readings: Readings) -> pd.DataFrame:

@@ -3,11 +3,10 @@
 Error messages call the reference the oracle.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-
-import pandas as pd
 
 from cacheprobe.analysis.audit import audit
 from cacheprobe.analysis.comparison import first_difference, first_reading_difference
@@ -112,7 +111,12 @@ def replay(
         **{name: getattr(config, name) for name in _SHAPES},
         capture=_capture(trace, has_readings),
         path=path,
-        interventions=_renumbered(interventions, verified),
+        interventions=[  # with the numbers of its own requests
+            replace(one, request_id=number)
+            for number, request in enumerate(verified)
+            for one in interventions
+            if one.request_id == request.request_id
+        ],
         progress=progress,
     )
     num_files, faults = 0, []
@@ -123,16 +127,13 @@ def replay(
     for number, request in enumerate(verified):
         found.compare(request, number)
     return Replay(
-        len(verified),
-        found.num_tokens,
-        found.num_states,
-        found.num_readings,
-        len(trace.requests) - len(verified),
-        found.difference,
-        found.num_logprobs,
-        num_files,
-        checked.lines,
-        tuple(_not_compared(trace, verified, has_readings)),
+        num_requests=len(verified),
+        num_skipped=len(trace.requests) - len(verified),
+        first_difference=found.difference,
+        num_files=num_files,
+        lines=checked.lines,
+        not_compared=tuple(_not_compared(trace, verified, has_readings)),
+        **{name: found.counts[name] for name in ("num_tokens", "num_states", "num_readings", "num_logprobs")},
     )
 
 
@@ -187,16 +188,6 @@ def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
     )
 
 
-def _renumbered(interventions: Sequence[Intervention], requests: Sequence[Request]) -> list[Intervention]:
-    """Returns copies of the interventions on the compared requests, with the request numbers of the reference run."""
-    return [
-        replace(one, request_id=number)
-        for number, request in enumerate(requests)
-        for one in interventions
-        if one.request_id == request.request_id
-    ]
-
-
 @dataclass
 class _Comparison:
     """Compares requests of a run with the reference; counts what was compared, and holds the first difference as
@@ -207,14 +198,12 @@ class _Comparison:
     model: CachedLM
     has_readings: bool
     difference: str | None
-    num_tokens: int = 0
-    num_states: int = 0
-    num_readings: int = 0
-    num_logprobs: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Numbers of what was compared, by the names of the fields of Replay."""
 
     def compare(self, request: Request, number: int) -> None:
         """Compares one request with number `number` of the reference, until the first difference."""
-        self.num_tokens += len(self.trace.tokens[request.request_id])
+        self.counts["num_tokens"] += len(self.trace.tokens[request.request_id])
         checks = [self._tokens, self._end]
         if request.is_deterministic:
             checks += [self._logprobs, self._states, self._thoughts, *([self._readings] if self.has_readings else [])]
@@ -246,7 +235,7 @@ class _Comparison:
             return None
         if self.trace.logprobs(r) != self.reference.logprobs(number):
             return ": the log-probabilities of its committed tokens differ"
-        self.num_logprobs += len(self.trace.tokens[r])
+        self.counts["num_logprobs"] += len(self.trace.tokens[r])
         return None
 
     def _states(self, r: int, number: int) -> str | None:
@@ -261,7 +250,7 @@ class _Comparison:
             for position, (a, b) in zip(rows.position, pairs, strict=True):
                 if not bitwise(a, b):
                     return f" position {position}: site {site} of layer {layer} differs"
-                self.num_states += 1
+                self.counts["num_states"] += 1
         return None
 
     def _thoughts(self, r: int, number: int) -> str | None:
@@ -278,10 +267,10 @@ class _Comparison:
         mine, other = self.trace.hypothesis_table, self.reference.hypothesis_table
         assert mine is not None and other is not None
         ours, theirs = mine[mine.request_id == r], other[other.request_id == number]
-        difference = first_reading_difference(ours, theirs) or _first_choice_difference(ours, theirs)
+        difference = first_reading_difference(ours, theirs)
         if difference is not None:
             return f" position {difference[0]}: the reading of layer {difference[1]} differs"
-        self.num_readings += int((ours.status == "committed").sum())
+        self.counts["num_readings"] += int((ours.status == "committed").sum())
         return None
 
 
@@ -325,19 +314,3 @@ def _reference_request(trace: Trace, request: Request) -> Request:
     if trace.meta["finish"][str(request.request_id)] == "cancelled" and sampling is not None:
         sampling = replace(sampling, max_new_tokens=len(trace.tokens[request.request_id]))
     return replace(request, prompt=request.prompt_token_ids, example=None, sampling=sampling, sample_of=None)
-
-
-def _first_choice_difference(ours: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, int] | None:
-    """Returns (position, layer) of the first lens reading whose top choices, or their log-probabilities, differ; else
-    None."""
-    a, b = (
-        table[table.status == "committed"].set_index(["position", "layer"])[["top_token_ids", "top_logprob_nats"]]
-        for table in (ours, theirs)
-    )
-    for position, layer in a.index:
-        if (position, layer) not in b.index:
-            return int(position), int(layer)
-        pairs = zip(a.loc[(position, layer)], b.loc[(position, layer)], strict=True)
-        if any(list(x) != list(y) for x, y in pairs):
-            return int(position), int(layer)
-    return None

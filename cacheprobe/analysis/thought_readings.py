@@ -3,12 +3,13 @@ thought lens), and the activations inside its thinking and compression blocks, f
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from cacheprobe.core.values import TableLine
 from cacheprobe.lenses.base import LensError
 from cacheprobe.lenses.thought import ThoughtLens
 from cacheprobe.models.base import CachedLM
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from cacheprobe.models.thinking.lm import ThinkingLM
     from cacheprobe.trace.trace import Trace
 
-Chunk: TypeAlias = Any
-"""A line of `trace.thoughts()`, as a named tuple or a Series."""
 BLOCKS = ("thinking.", "compression.")
 OTHER_KERNEL = "hook_pattern"
 """Attention patterns are computed only if this hook is used, by another kernel, which gives other bits."""
@@ -89,11 +88,12 @@ def read_thoughts(trace: "Trace", layers: Iterable[int] | None = None, model: Ca
     return pd.DataFrame(records).astype({"true_state": "string", "agrees": "boolean"})
 
 
-def rows_of(trace: "Trace", thought: Chunk) -> pd.DataFrame:
+def rows_of(trace: "Trace", thought: TableLine) -> pd.DataFrame:
     """Returns a DataFrame of the rows whose states the thinking block read for a thought, one for each position of its
     chunk.
 
     If a position has several rows, the newest one that was computed in the thought's step or before.
+    thought: a line of `trace.thoughts()`.
     """
     table = trace.row_table
     chunk_rows = table[(table.request_id == thought.request_id) & table.position.between(thought.start, thought.end)]

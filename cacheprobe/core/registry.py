@@ -6,7 +6,7 @@ looked up. The folder's package may define a mapping INSTEAD, from a name used e
 messages.
 
 An installed package adds plug-ins by entry points of the group "cacheprobe.KIND", such as
-[project.entry-points."cacheprobe.engine.drafters"] repeat_last = "my_package:RepeatLast".
+[project.entry-points."cacheprobe.drafters"] repeat_last = "my_package:RepeatLast".
 """
 
 import importlib

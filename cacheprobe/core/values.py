@@ -189,6 +189,11 @@ def repr_of_settings(plugin: object) -> str:
     return f"{type(plugin).__name__}({given})"
 
 
+def name_of(f: Callable[..., object]) -> str:
+    """Returns the name of a function; of another object that can be called, the name of its class."""
+    return str(f.__name__) if hasattr(f, "__name__") else type(f).__name__
+
+
 def source_sha256(f: Callable[..., object]) -> str:
     """Returns the SHA-256 of a function's source; of its compiled code if it has no source that can be read."""
     if isinstance(f, partial):

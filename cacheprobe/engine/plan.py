@@ -17,8 +17,7 @@ from cacheprobe.engine.fingerprint import Fingerprint, require_ready, schedule_f
 from cacheprobe.engine.shapes import choose_shapes, within_positions
 from cacheprobe.engine.sizes import require_cache_fits, require_records_fit, require_room, with_capacity
 from cacheprobe.kvcache.surgery import KVSnapshot, require_fit, require_plain
-from cacheprobe.lenses.base import Lens, require_readable
-from cacheprobe.lenses.identity import lens_identity
+from cacheprobe.lenses.base import Lens, lens_identity, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.conversation import assistant_turns, stop_sources

@@ -10,8 +10,7 @@ from torch import Tensor
 from cacheprobe.core.live import ModelError
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import whole_number
-from cacheprobe.lenses.base import LensError
-from cacheprobe.lenses.identity import said
+from cacheprobe.lenses.base import LensError, said
 from cacheprobe.lenses.insertion import IDENTITY_PROMPT, LinearMap, TargetPrompt, inserted, mapped
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import usable

@@ -2,7 +2,6 @@
 loads it; also loads files of AlignmentResearch's package tuned-lens."""
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, cast
@@ -10,7 +9,6 @@ from typing import ClassVar, cast
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
-from cacheprobe.lenses.dictionaries.torch_files import read_torch_weights
+from cacheprobe.lenses.dictionaries.files import read_json, read_torch_weights, safetensors_shapes
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.by_layer import product_by_layer
 
@@ -133,13 +131,12 @@ def require_tuned_lens(directory: Path) -> dict[str, Json]:
     Raises: LensError for a directory without a lens, or with a broken one.
     """
     try:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        is_ours = config.get("kind") == _KIND
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        config = read_json(directory / CONFIG)
+    except (OSError, ValueError) as error:
         raise LensError(
             f"{directory} holds no tuned lens ({error!s:.120}); write one with cacheprobe train tuned-lens --out DIR"
         ) from error
-    if is_ours:
+    if config.get("kind") == _KIND:
         _require_whole(directory, config)
     elif (kind := config.get("lens_type")) != "linear_tuned_lens":
         raise LensError(f"{directory}: lens_type is {kind!r}; only linear_tuned_lens can be read")
@@ -157,12 +154,11 @@ def _require_whole(directory: Path, config: dict[str, Json]) -> None:
         layers, width, unembedding = (config[name] for name in ("n_layers", "d_model", "unembedding_sha256"))
         if not isinstance(layers, int) or not isinstance(width, int):
             raise ValueError(f"n_layers is {layers!r} and d_model is {width!r}; both must be whole numbers")
-        with safe_open(directory / TRANSLATORS, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in ("weights", "biases")}
+        shapes = safetensors_shapes(directory / TRANSLATORS)
         wanted = {"weights": (layers - 1, width, width), "biases": (layers - 1, width)}
         if shapes != wanted or not isinstance(unembedding, str) or not isinstance(config["about"], dict):
             raise ValueError(f"expected {wanted} and the unembedding's SHA-256, got {shapes} and {unembedding!r:.16}")
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise LensError(f"{directory} is no whole tuned lens ({error!s:.200}); train it again") from error
 
 

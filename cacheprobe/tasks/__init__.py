@@ -4,15 +4,20 @@ from cacheprobe.tasks.base import Accuracy, Example, Question, Rendering, accura
 from cacheprobe.tasks.boxes import Boxes
 from cacheprobe.tasks.coin_flip import CoinFlip, CoinFlipSparse, answer_token_ids, coin_question
 from cacheprobe.tasks.coin_flip_wei import CoinFlipWei
-from cacheprobe.tasks.drawing import ListedTask, Task, mixed
-from cacheprobe.tasks.exchange import from_dataset, to_dataset
-from cacheprobe.tasks.files import example_from_record, example_record, load_examples, save_examples
+from cacheprobe.tasks.drawing import HELD_OUT_NAMES, NAMES, TRAIN_NAMES, ListedTask, Task, mixed
+from cacheprobe.tasks.files import (
+    example_from_record,
+    example_record,
+    from_dataset,
+    load_examples,
+    save_examples,
+    to_dataset,
+)
 from cacheprobe.tasks.permutations import Permutations
 from cacheprobe.tasks.thoughts import CHAINS, FORMATS, Annotated, annotate, annotate_all
 from cacheprobe.tasks.two_coins import TwoCoins
 from cacheprobe.tasks.variables import Variables
 from cacheprobe.tasks.words import encode_strictly, load_tokenizer, save_tokenizer, word_tokenizer
-from cacheprobe.tasks.writing import HELD_OUT_NAMES, NAMES, TRAIN_NAMES
 
 INSTEAD = {"s3": "permutations:elements=3", "s5": "permutations:elements=5"}
 """Maps the task name of a training preset ("s3") to the registered task that generates the preset's texts."""

@@ -6,7 +6,6 @@ operation takes one object.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,14 +16,12 @@ from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import CountedTask, check_count
+from cacheprobe.tasks.drawing import CountedTask, Writer, check_count, check_names, pick
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import Writer, check_names, pick
 
 OBJECTS = ("apple", "bell", "book", "coin", "key", "lamp", "map", "pen")
 NOTHING = "nothing"
 MOST_ANSWERS = 10_000
-ASKED = re.compile(r"What does Box (\d+) contain\?")
 
 BoxEvent = tuple[str, str, int | None, int | None]
 """(action, object, number of the source box, number of the target box), from 1; None means outside of the boxes."""
@@ -55,15 +52,6 @@ def boxes_question(
     writer.say(f". What does Box {asked} contain? A:")
     answers = _contents(tuple(sorted(objects)), at_most)
     return writer.question(f" {_listed(boxes[asked])}", answers, events, states, thoughts)
-
-
-def affecting(example: Example) -> int:
-    """Returns the number of operations that put an object into the question's box, or take an object out of this box.
-    Raises: ValueError for an example that asks for no box."""
-    asked = ASKED.search(example.question.text)
-    if asked is None:
-        raise ValueError(f"{example!r} asks for no box; give examples of the boxes task")
-    return sum(int(asked[1]) in (source, target) for _, _, source, target in example.events)
 
 
 @register("tasks", "boxes")

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from random import Random
 from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
-from cacheprobe.tasks.drawing import CountedTask, balanced_side, check_count, check_flag, check_probability
+from cacheprobe.tasks.drawing import (
+    FILLERS,
+    NAMES,
+    CountedTask,
+    Writer,
+    balanced_side,
+    check_count,
+    check_flag,
+    check_names,
+    check_probability,
+    draw,
+    filler,
+)
 from cacheprobe.tasks.words import split_words, vocabulary_of
-from cacheprobe.tasks.writing import FILLERS, NAMES, Writer, check_names, draw, filler
 
 STATES = ("heads", "tails")
 ANSWERS = (" heads", " tails")
@@ -55,26 +65,15 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
     Twin: tests.tasks.test_data.enumerated_chance, close.
     """
     stay_probability = 1 - flip_probability
-    by_people = _parity_chances(flip_probability)
-    while len(by_people) < remaining:
-        even_chance, odd_chance = by_people[-1]
-        by_people.append(
-            (
-                even_chance * stay_probability + odd_chance * flip_probability,
-                odd_chance * stay_probability + even_chance * flip_probability,
-            )
+    even_chance, odd_chance = 1.0, 0.0  # parity of the flips of all people after the first
+    for _ in range(remaining - 1):
+        even_chance, odd_chance = (
+            even_chance * stay_probability + odd_chance * flip_probability,
+            odd_chance * stay_probability + even_chance * flip_probability,
         )
-    even_chance, odd_chance = by_people[remaining - 1]  # parity of the flips of all people after the first
     flips = flip_probability * (even_chance if odd else odd_chance)
     stays = stay_probability * (odd_chance if odd else even_chance)
     return flips / (flips + stays)
-
-
-@lru_cache
-def _parity_chances(flip_probability: float) -> list[tuple[float, float]]:
-    """Returns a cached list, which `flip_chance` extends: entry n has the probabilities of an even and of an odd number
-    of flips by n people."""
-    return [(1.0, 0.0)]
 
 
 @dataclass(frozen=True)

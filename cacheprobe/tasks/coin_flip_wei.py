@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question
-from cacheprobe.tasks.coin_flip import CoinFlip, CoinTask, turned
+from cacheprobe.tasks.coin_flip import CoinFlip, turned
+from cacheprobe.tasks.drawing import Writer
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import NAMES, Writer
 
 ANSWERS = (" yes", " no")
 
@@ -75,27 +75,14 @@ def _question(text: str, events: Sequence[tuple[str, bool]], spans: Sequence[tup
 
 @register("tasks", "coin_flip_wei")
 @dataclass(frozen=True)
-class CoinFlipWei(CoinTask):
+class CoinFlipWei(CoinFlip):
     """Generates yes-or-no questions: `people` each flip a coin that is heads up, or do not. Is the coin still heads up?
 
     People and flips are those of `CoinFlip(initial="heads")` with the same seed. `CoinFlip` documents the settings;
     `balanced` makes half of the answers yes.
     """
 
-    people: int = 2
-    flip_probability: float | int = 0.5
-    balanced: bool = True
-    shots: int = 0
-    chat: bool = False
-    names: Sequence[str] = NAMES
-    distinct: bool = True
-
-    def __post_init__(self) -> None:
-        self._coin()
-
-    def _coin(self) -> CoinFlip:
-        """Returns the CoinFlip task that draws the people and flips. Raises: ValueError for wrong settings."""
-        return CoinFlip(initial="heads", **{field.name: getattr(self, field.name) for field in fields(self)})
+    initial: str = field(default="heads", init=False, repr=False)
 
     def vocabulary(self) -> tuple[str, ...]:
         """Returns the sorted tuple of all words and punctuation marks of these yes-or-no questions, for
@@ -106,6 +93,6 @@ class CoinFlipWei(CoinTask):
 
     def example(self, index: int, seed: int = 0) -> Example:
         """Returns Example number `index` of seed `seed`: that of `CoinFlip`, in the wording of Wei et al."""
-        drawn = self._coin().example(index, seed)
+        drawn = super().example(index, seed)
         shots = tuple(wei_question(shot.events) for shot in drawn.shots)
         return Example(wei_question(drawn.events), shots, self.chat)

@@ -15,9 +15,8 @@ from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import CountedTask, check_choice, check_count
+from cacheprobe.tasks.drawing import FILLERS, CountedTask, Writer, check_choice, check_count, filler, pick
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import FILLERS, Writer, filler, pick
 
 COLOURS = ("red", "green", "blue", "white", "black")
 WORDINGS = ("cups", "group")
@@ -43,7 +42,7 @@ def cups_question(
         order[first - 1], order[second - 1] = order[second - 1], order[first - 1]
         states.append(" ".join(order))
     writer.say(". What do the cups hold? A:" if cup is None else f". What is in cup {cup}? A:")
-    answers = _arrangements(colours) if cup is None else tuple(f" {colour}" for colour in colours)
+    answers = [f" {one}" for one in (_permutations(colours, " ") if cup is None else colours)]
     answer = f" {states[-1] if cup is None else order[cup - 1]}"
     return writer.question(answer, answers, events, states)
 
@@ -141,9 +140,3 @@ class Permutations(CountedTask):
 def _permutations(things: Sequence[str], between: str = "") -> tuple[str, ...]:
     """Returns a tuple of all orders of `things`, each as one text with `between` between the things."""
     return tuple(between.join(order) for order in permutations(things))
-
-
-@lru_cache
-def _arrangements(colours: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a tuple of all orders of the colours as answers, each with a leading space."""
-    return tuple(f" {order}" for order in _permutations(colours, " "))

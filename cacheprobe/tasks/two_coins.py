@@ -13,9 +13,19 @@ from random import Random
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, CoinTask, turned
-from cacheprobe.tasks.drawing import balanced_side, check_choice, check_count, check_flag, check_probability
+from cacheprobe.tasks.drawing import (
+    NAMES,
+    Writer,
+    balanced_side,
+    check_choice,
+    check_count,
+    check_flag,
+    check_names,
+    check_probability,
+    draw,
+    pick,
+)
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import NAMES, Writer, check_names, draw, pick
 
 COINS = ("red", "blue")
 SAYS = ("both", "named", "asked")

@@ -14,9 +14,8 @@ from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import CountedTask, check_choice, check_count, check_flag
+from cacheprobe.tasks.drawing import FILLERS, CountedTask, Writer, check_choice, check_count, check_flag, filler, pick
 from cacheprobe.tasks.words import vocabulary_of
-from cacheprobe.tasks.writing import FILLERS, Writer, filler, pick
 
 SAYS = ("value", "assignment")
 

@@ -4,11 +4,14 @@ command line's help is quick."""
 from dataclasses import asdict, dataclass, field, fields
 from math import cos, pi
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.values import NO_FLAG, JsonDict, require_settings
-from cacheprobe.tasks.writing import HELD_OUT_NAMES
+from cacheprobe.tasks.drawing import HELD_OUT_NAMES
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 TASKS = ("coin-flip",)
 
@@ -28,7 +31,7 @@ class TrainingSettings:
 
     def as_dict(self) -> JsonDict:
         """Returns the settings as a dictionary, by field name."""
-        return asdict(cast(Any, self))
+        return asdict(cast("DataclassInstance", self))
 
 
 @dataclass(frozen=True)

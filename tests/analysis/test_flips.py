@@ -10,8 +10,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.analysis.flips import EDITS, Rejection, _groups, _states_to_write, _Written
-from cacheprobe.edits.patching.cells import run_cells
-from cacheprobe.edits.patching.runs import run_once
+from cacheprobe.edits.patching.cells import run_cells, run_once
 from cacheprobe.ops.equality import close
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 from tests.twins.flip_slowly import flip_slowly

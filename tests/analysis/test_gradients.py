@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.edits.gradients.compute import Gradients
-from cacheprobe.edits.gradients.texts import GradientText
+from cacheprobe.edits.gradient_texts import GradientText
+from cacheprobe.edits.gradients import Gradients
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded

@@ -5,10 +5,9 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.noise import derive_seed
-from cacheprobe.edits.patching.cells import PatchingCell, run_cells
+from cacheprobe.edits.patching.cells import PatchingCell, read, run_cells
 from cacheprobe.edits.patching.grid import difference
 from cacheprobe.edits.patching.pairs import run_pair
-from cacheprobe.edits.patching.runs import read
 from tests.tiny import hf_model, loaded
 from tests.twins.patching_slowly import naive_grid, plain_run
 

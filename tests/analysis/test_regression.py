@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.lenses.probes.regression import STRENGTHS
+from cacheprobe.lenses.probes.linear import REGRESSION_STRENGTHS
 from cacheprobe.lenses.probes.ridge import group_folds
 from cacheprobe.ops.equality import close
 from tests.twins.probes_slowly import held_out_slowly, r2_slowly
@@ -28,10 +28,10 @@ def test_it_equals_scikit_learn(noise: float) -> None:
     because = "another factorisation of the same equations"
     for line in found.table.itertuples():
         own = states[line.name].numpy()
-        slow = held_out_slowly(own.astype(float), targets, folds, list(STRENGTHS))
+        slow = held_out_slowly(own.astype(float), targets, folds, list(REGRESSION_STRENGTHS))
         assert close(torch.tensor(found.predictions[line.name]), torch.tensor(slow), 1e-6, because=because)
-        assert close(torch.tensor(line.r2), torch.tensor(r2_slowly(own, targets, folds, list(STRENGTHS))), 1e-6,
-                     because=because)  # fmt: skip
+        r2 = r2_slowly(own, targets, folds, list(REGRESSION_STRENGTHS))
+        assert close(torch.tensor(line.r2), torch.tensor(r2), 1e-6, because=because)
     assert found.table.features.tolist() == [8, 5] and found.table.groups.tolist() == [40, 40]
     exact, noisy = found.table.r2
     assert exact > 0.999 > noisy

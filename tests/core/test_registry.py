@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +126,12 @@ def test_installed_packages_add_plug_ins(gadgets, tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="'broken' among gadgets, of the package their-package, is left out"):
         assert "lever" in registry.names("gadgets")
     assert registry.find("gadgets", "lever").__name__ == "Lever" and "broken" not in registry.names("gadgets")
+
+
+def test_the_docs_name_the_group_of_entry_points_that_is_read(monkeypatch):
+    groups = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: groups.append(group) or ())
+    monkeypatch.setattr(registry, "_scanned", set())
+    registry.names("drafters")
+    page = (Path(__file__).parents[2] / "docs/plugins.md").read_text()
+    assert [f"group `{group}`" in page and f'"{group}"' in registry.__doc__ for group in groups] == [True]

@@ -4,7 +4,7 @@ turns its column red."""
 import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.files import SLIDING_FAMILIES
 from cacheprobe.models.plain.sites import PlainSites
-from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 from tests.field import __main__ as command
 from tests.field import rows, table
 from tests.field.columns import COLUMNS, PROMPTS
@@ -119,13 +118,17 @@ def _plant_forgetful_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _plant_early_t(monkeypatch: pytest.MonkeyPatch) -> None:
     """T captured at the attention, before the norm that follows."""
-    own = PlainSites._add_sum
+    own = PlainSites._add_hooks
 
-    def early(self: PlainSites, stack: ExitStack, block: PlainBlock, parts: Sequence[AddedPart], edit: Edit) -> None:
-        is_t = tuple(parts) == block.attended
-        own(self, stack, block, (replace(parts[0], path=block.attention),) if is_t else parts, edit)
+    def early(self: PlainSites, stack: ExitStack, site: str, layer: int, edit: Edit) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if site == "T":
+                block = self.blocks[layer]
+                parts = (replace(block.attended[0], path=block.attention),)
+                patch.setattr(self, "blocks", {layer: replace(block, attended=parts)})
+            own(self, stack, site, layer, edit)
 
-    monkeypatch.setattr(PlainSites, "_add_sum", early)
+    monkeypatch.setattr(PlainSites, "_add_hooks", early)
 
 
 def _plant_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:

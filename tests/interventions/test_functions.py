@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,15 +189,24 @@ def test_a_run_is_replayed_with_its_function_and_with_no_other(tmp_path: Path) -
             cp.verify(stored, interventions=other, progress=False)
 
 
-def test_functions_without_a_source_are_told_apart() -> None:
-    where = dict(request_id=0, site="S", layers=1)
-    texts = ("lambda state, context: state * 2", "lambda state, context: state * 3", "lambda state, context: state * 2")
-    first, other, same = [function(eval(text), **where)[0].record()["source_sha256"] for text in texts]
-    assert first == same != other
+WHERE: dict[str, Any] = dict(request_id=0, site="S", layers=1)
+
+
+@pytest.mark.parametrize(
+    "of", [lambda x: eval(f"lambda state, context: state * {x}"), lambda x: partial(scaled, x)], ids=["text", "partial"]
+)
+def test_functions_are_told_apart(of: Callable[[float], Callable[..., Tensor]]) -> None:
+    """Those without a source, and those whose source is the same."""
+    first, other, same = (function(of(x), **WHERE)[0].record()["source_sha256"] for x in (2.0, 3.0, 2.0))
+    assert first == same != other != function(partial(turned), **WHERE)[0].record()["source_sha256"] != first
+
+
+def scaled(factor: float, state: Tensor, context: cp.interventions.StateContext) -> Tensor:
+    return factor * state
 
 
 def test_directions_are_part_of_the_fingerprint() -> None:
-    where = dict(request_id=0, site="S", layers=1)
+    where = WHERE
     made = [
         ablate(directions(32), **where), ablate(directions(32) * 2 + 1, **where), project(directions(32), **where),
         clamp(directions(32)[0], 1, 2, **where), clamp(directions(32)[0], 1, 3, **where),
@@ -214,17 +224,19 @@ def test_directions_are_part_of_the_fingerprint() -> None:
         (lambda where: clamp(torch.ones(32), 2, 1, **where), "low at most high; got low=2, high=1"),
         (lambda where: clamp(directions(32), 1, **where), "clamp: give one direction, got 2"),
         (lambda where: ablate(torch.ones(1, 2, 3), **where), r"directions must be \[w\] or \[k, w\]"),
+        (lambda where: clamp(directions(32)[0], float("nan"), **where), "bounds must be finite, got low=nan"),
+        (lambda where: function(turned, **{**where, "layers": []}), "so nothing would change"),
+        (lambda where: ablate(directions(32), **{**where, "layers": ()}), "so nothing would change"),
+        (lambda where: steer({}, request_id=0), "so nothing would change"),
+        (
+            lambda where: cp.run(loaded(), PROMPTS[:1], interventions=ablate(torch.ones(31), **where), **SMALL),
+            "ablate of request 0 .*: vectors of width 31, where states have 32",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(make: Callable, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(dict(request_id=0, site="S", layers=1))
-
-
-def test_directions_of_another_width_are_refused_by_name() -> None:
-    one = ablate(torch.ones(31), request_id=0, site="S", layers=1)
-    with pytest.raises(ValueError, match="ablate of request 0 .*: vectors of width 31, where states have 32"):
-        cp.run(loaded(), PROMPTS[:1], interventions=one, **SMALL)
+        make(WHERE)
 
 
 def control_vector(path: Path, by_layer: dict[int, Tensor], prefix: str = "direction.") -> Path:
@@ -291,29 +303,6 @@ def test_broken_control_vectors_are_refused(tmp_path: Path) -> None:
         read_steering(tmp_path / "v.pt")
     with pytest.raises(FileNotFoundError):
         read_steering(tmp_path / "missing.gguf")
-
-
-def test_partial_functions_are_told_apart() -> None:
-    def scaled(factor: float, state: Tensor, context: cp.interventions.StateContext) -> Tensor:
-        return factor * state
-
-    where = dict(request_id=0, site="S", layers=1)
-    made = [function(partial(scaled, factor), **where)[0].record()["source_sha256"] for factor in (2.0, 3.0, 2.0)]
-    made.append(function(partial(turned), **where)[0].record()["source_sha256"])
-    assert made[0] == made[2] and len(set(made)) == 3
-
-
-def test_an_empty_choice_is_refused() -> None:
-    where = dict(request_id=0, site="S")
-    for make in (
-        lambda: function(turned, layers=[], **where),
-        lambda: ablate(directions(32), layers=(), **where),
-        lambda: steer({}, request_id=0),
-    ):
-        with pytest.raises(ValueError, match="so nothing would change"):
-            make()
-    with pytest.raises(ValueError, match="bounds must be finite, got low=nan"):
-        clamp(directions(32)[0], float("nan"), layers=1, **where)
 
 
 def test_a_control_vector_that_promises_much_takes_little(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.edits.interventions import replace, swap, zero
 from cacheprobe.edits.interventions.editor import Editor
-from cacheprobe.edits.patching.cells import Edit, cell, run_cells
-from cacheprobe.edits.patching.runs import run_once
+from cacheprobe.edits.patching.cells import Edit, cell, run_cells, run_once
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close

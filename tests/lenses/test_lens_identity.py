@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import cacheprobe as cp
-from cacheprobe.lenses.base import Lens
-from cacheprobe.lenses.identity import lens_identity
+from cacheprobe.lenses.base import Lens, lens_identity
 
 
 def scaled(factor: float) -> Callable[[Tensor], Tensor]:

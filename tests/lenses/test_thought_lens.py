@@ -65,18 +65,11 @@ def test_what_cannot_be_read_is_named(trace: cp.Trace) -> None:
 
 
 def test_the_contract_of_lenses_where_it_speaks_of_chunks(trace: cp.Trace) -> None:
-    """Readings of every layer are distributions, at T's own layer the model's own thought, and a trace of other
-    weights is refused: what it says there would be no reading of that model."""
-    model, own = trace.model, trace.model.config.l_out - 1
-    table = cp.analysis.read_thoughts(trace)
-    assert (table.entropy_nats >= 0).all() and set(table.layer) >= {0, own}
-    for layer in (0, own):
-        chunks = trace.states("S", layer, 0)[:8].unflatten(0, (2, 4))
-        read = cp.lenses.ThoughtLens().read(model, chunks)
-        readout = read_logits(read.first_logits, read.token_ids[:, 0], read.first_logits.shape[1])
-        total = readout.top_logprob_nats.double().exp().sum(-1)
-        assert close(total, torch.ones_like(total), 1e-5, because="float32 sums over the vocabulary")
-        assert (readout.target_rank == 0).all()
+    """Of every layer, the first token is the likeliest, and a trace of other weights is refused: what it says there
+    would be no reading of that model."""
+    for layer in (0, trace.model.config.l_out - 1):
+        read = cp.lenses.ThoughtLens().read(trace.model, trace.states("S", layer, 0)[:8].unflatten(0, (2, 4)))
+        assert (read_logits(read.first_logits, read.token_ids[:, 0], 1).target_rank == 0).all()
     foreign = ThinkingLM(tiny(seed=1, think_while_decoding=True), name="thinker")
     with pytest.raises(ValueError, match="the trace is of weights"):
         cp.analysis.read_thoughts(trace, model=foreign)

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS, adapter_directory, file_sha256, merge_adapter
-from cacheprobe.tasks.writing import HELD_OUT_NAMES
+from cacheprobe.tasks.drawing import HELD_OUT_NAMES
 from cacheprobe.training.lora.evaluate import evaluate
 from cacheprobe.training.lora.run import LARGEST_ADAPTER
 from cacheprobe.training.settings import LoraSettings

@@ -23,6 +23,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart
     ("engine",),
     ("trace",),
     ("trace.recording",),
+    ("edits.gradient_texts",),
     ("training", "edits.gradients", "edits.patchscopes"),
     ("analysis",),
     ("engine.plan", "lenses.probes"),
@@ -59,7 +60,7 @@ ONLY_IN = {  # a module, and the files that may import it
 }
 NEVER_IN_VIEWS = {"torch", "transformers", "transformer_lens"}
 PICKLERS = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
-LOADS_WEIGHTS = "cacheprobe/lenses/dictionaries/torch_files.py"
+LOADS_WEIGHTS = "cacheprobe/lenses/dictionaries/files.py"
 """The one file that reads other projects' torch files, as weights alone."""
 LATE = {"torch", "triton", "cacheprobe_kernels", "transformers", "transformer_lens", "pandas", "plotly", "datasets"}
 """Not loaded by `import cacheprobe`."""
@@ -249,9 +250,9 @@ def test_the_source_keeps_the_rule(rule, files):
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "import cacheprobe"),
         (pickle_complaints, "cacheprobe/trace/x.py", "from pickle import loads"),
         (pickle_complaints, "cacheprobe/trace/x.py", "torch.load(path, weights_only=True)"),
-        (pickle_complaints, "cacheprobe/lenses/dictionaries/torch_files.py", "torch.load(path)"),
-        (pickle_complaints, "cacheprobe/lenses/dictionaries/torch_files.py", "torch.load(path, weights_only=False)"),
-        (pickle_complaints, "cacheprobe/lenses/dictionaries/torch_files.py", "import pickle"),
+        (pickle_complaints, "cacheprobe/lenses/dictionaries/files.py", "torch.load(path)"),
+        (pickle_complaints, "cacheprobe/lenses/dictionaries/files.py", "torch.load(path, weights_only=False)"),
+        (pickle_complaints, "cacheprobe/lenses/dictionaries/files.py", "import pickle"),
         (pickle_complaints, "cacheprobe/trace/x.py", "np.load(path, allow_pickle=True)"),
         (machine_complaints, "notebooks/x.ipynb", "  File " + '"/' + 'work/main/cacheprobe/api.py"'),
         (machine_complaints, "docs/x.md", "pip install --find-links " + "/opt" + "/wheels torch"),
@@ -283,7 +284,7 @@ def test_the_rule_catches_a_planted_violation(rule, path, source):
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.ops import references\nimport torch"),
         (kernel_complaints, "kernels/cacheprobe_kernels/x.py", "from cacheprobe.core.registry import register"),
         (pickle_complaints, "cacheprobe/trace/x.py", "np.load(path, allow_pickle=False)"),
-        (pickle_complaints, "cacheprobe/lenses/dictionaries/torch_files.py", "torch.load(path, weights_only=True)"),
+        (pickle_complaints, "cacheprobe/lenses/dictionaries/files.py", "torch.load(path, weights_only=True)"),
         (machine_complaints, "docs/x.md", "see a/" + "work/ and https://x.org/" + "work/1"),
     ],
 )

@@ -12,7 +12,7 @@ import sentencepiece
 from transformers import AutoTokenizer, GPTSw3Tokenizer, PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.edits.gradients.texts import texts_of_prompts
+from cacheprobe.edits.gradient_texts import texts_of_prompts
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.smollm2 import smollm2_directory
 from cacheprobe.views.dashboard.reader import tokenizer_texts

@@ -8,19 +8,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from cacheprobe.tasks import (
-    HELD_OUT_NAMES,
     NAMES,
-    TRAIN_NAMES,
     CoinFlip,
     Example,
     answer_token_ids,
     coin_question,
     to_dataset,
 )
+from tests.tasks.tokenizers import byte_pieces
 
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
 TEMPLATE = (
@@ -40,18 +39,8 @@ CONFIGS = st.builds(
 
 @pytest.fixture(scope="module")
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE small enough to cut words into pieces, adding <s> and </s> when asked."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=275,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = [example.prompt + answer for example in CoinFlip(people=3).examples(20) for answer in (" heads", " tails")]
-    tokenizer.train_from_iterator(texts, trainer)
+    """Adds <s> and </s> when asked."""
+    tokenizer = byte_pieces(["<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
 
@@ -135,11 +124,6 @@ def test_names_can_return_where_people_outnumber_them():
     assert all(60 < many.count(name) < 180 for name in NAMES)  # 10,000 draws, 1 of 88 each
     (example,) = CoinFlip(people=2, shots=2, names=["Al"], distinct=False).examples(1)
     assert example.prompt.count("Al") == 6
-
-
-def test_some_names_are_kept_for_tests():
-    assert sorted(TRAIN_NAMES + HELD_OUT_NAMES) == sorted(NAMES) and 2 * len(NAMES) < 3 * len(TRAIN_NAMES)
-    assert HELD_OUT_NAMES[:3] == ("Amy", "Arthur", "Bob") and 5 * len(HELD_OUT_NAMES) > len(NAMES)
 
 
 def test_all_names_can_be_used():
@@ -300,46 +284,7 @@ def test_answers_that_cannot_be_told_apart_are_refused(letter_tokenizer, sentenc
         answer_token_ids(word_tokenizer)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"people": 0}, "people=0 must be a whole number, 1 or more"),
-        ({"people": -3}, "people=-3"),
-        ({"people": True}, "people=True"),
-        ({"shots": -1}, "shots=-1 must be a whole number, 0 or more"),
-        ({"flip_probability": 1.5}, "flip_probability=1.5 is no probability; give a number from 0 to 1"),
-        ({"flip_probability": -0.1}, "flip_probability=-0.1"),
-        ({"flip_probability": float("nan")}, "flip_probability=nan"),
-        ({"initial": "edge"}, "initial='edge' is unknown; use 'random', 'heads' or 'tails'"),
-        (
-            {"initial": "heads", "flip_probability": 0},
-            "every answer is the same; use initial='random' or balanced=False",
-        ),
-        ({"initial": "tails", "flip_probability": 1.0}, "every answer is the same"),
-        ({"people": 3, "names": ["Alice", "Bob"]}, "people=3 needs 3 names, got 2; give more names or fewer people"),
-        (
-            {"people": 2, "shots": 1, "names": ["A", "B", "C"]},
-            "needs 4 names, as shots take other people than the question",
-        ),
-        ({"people": 97}, "people=97 needs 97 names"),
-        ({"names": ["Alice", "Bob", "Alice"]}, "names holds a name more than once"),
-        ({"names": "Alice"}, "names='Alice' is one string"),
-        ({"names": ["Alice", ""]}, "names holds ''"),
-        ({"names": ["Alice", " Bob"]}, "names holds ' Bob'"),
-    ],
-)
-def test_bad_settings_are_one_line_errors(options, message):
-    with pytest.raises(ValueError) as error:
-        CoinFlip(**options)
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
 def test_bad_calls_are_one_line_errors():
-    for n in (0, -1):
-        with pytest.raises(ValueError, match=f"n={n} must be a whole number, 1 or more"):
-            CoinFlip().examples(n)
-    with pytest.raises(ValueError, match="seed=True must be a whole number"):
-        CoinFlip().examples(1, seed=True)
     with pytest.raises(ValueError, match="initial='edge' is no state"):
         coin_question("edge", [("Alice", True)])
     with pytest.raises(ValueError, match="at least one event"):
@@ -350,12 +295,9 @@ def test_bad_calls_are_one_line_errors():
 
 def test_the_export_has_the_fields_of_the_public_set(byte_tokenizer):
     examples = CoinFlip(people=3, shots=1).examples(4)
-    rows = to_dataset(examples)
-    assert {"inputs", "targets", "states"} <= set(rows.column_names)
-    for row, example in zip(rows, examples, strict=True):
-        assert row["inputs"] == example.prompt and row["targets"] == example.states[-1]
+    for row, example in zip(to_dataset(examples), examples, strict=True):
+        assert row["inputs"] == example.prompt
         assert tuple(zip(row["names"], row["flips"], strict=True)) == example.events
-        assert tuple(row["states"]) == example.states
     chat = CoinFlip(chat=True).examples(2)
     assert to_dataset(chat, byte_tokenizer)["inputs"][0].endswith("assistant\n")
     with pytest.raises(ValueError, match="no chat template"):

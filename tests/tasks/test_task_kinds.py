@@ -24,12 +24,12 @@ from cacheprobe.tasks import (
     mixed,
     word_tokenizer,
 )
-from cacheprobe.tasks.boxes import affecting, boxes_question
+from cacheprobe.tasks.boxes import boxes_question
 from cacheprobe.tasks.coin_flip_wei import wei_question
+from cacheprobe.tasks.drawing import FILLERS
 from cacheprobe.tasks.permutations import cups_question, group_question, parity
 from cacheprobe.tasks.two_coins import two_coins_question
 from cacheprobe.tasks.variables import variables_question
-from cacheprobe.tasks.writing import FILLERS
 
 
 def test_variables_by_hand():
@@ -184,7 +184,16 @@ def test_boxes_by_hand():
     assert question.thoughts[1:] == ("Box 1 apple, Box 2 key map", "Box 1 apple pen", "Box 2 key")
     assert question.answer == " the key" and len(question.answers) == 1 + 4 + 6
     assert question.answers[0] == " the apple and the key" and question.answers[-1] == " nothing"
-    assert affecting(Example(question)) == 2
+
+
+def box_of(example: Example) -> int:
+    """The number of the box that a question asks for."""
+    return int(re.search(r"What does Box (\d+) contain", example.question.text)[1])
+
+
+def affecting(example: Example) -> int:
+    """The number of operations that put an object into the question's box, or take one out of it."""
+    return sum(box_of(example) in (source, target) for _, _, source, target in example.events)
 
 
 def test_boxes_are_scored_by_what_affects_them():
@@ -192,16 +201,13 @@ def test_boxes_are_scored_by_what_affects_them():
     examples = mixed(Boxes(), range(1, 8), n=300)
     firsts = []
     for example in examples:
-        box = int(re.search(r"What does Box (\d+) contain", example.question.text)[1])
-        things = example.states[0].split(", ")[box - 1].split()
+        things = example.states[0].split(", ")[box_of(example) - 1].split()
         firsts.append(" " + (" and ".join(f"the {thing}" for thing in things) if things != ["nothing"] else "nothing"))
     scores = accuracy_by(examples, firsts, affecting)
     assert list(scores) == sorted(scores) and scores[0].accuracy == 1 and scores[0].num_examples > 40
     assert scores[1].accuracy == 0 and sum(score.num_examples for score in scores.values()) == 300
     right = accuracy_by(examples, [e.answer + "." for e in examples], affecting)
     assert {score.accuracy for score in right.values()} == {1.0}
-    with pytest.raises(ValueError, match="asks for no box"):
-        affecting(CoinFlip().examples(1)[0])
     with pytest.raises(ValueError, match="got 300 and 1"):
         accuracy_by(examples, ["nothing"], affecting)
 
@@ -225,6 +231,35 @@ def test_first_tokens_tell_answers_apart():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
+        (CoinFlip, {"people": 0}, "people=0 must be a whole number, 1 or more"),
+        (CoinFlip, {"people": -3}, "people=-3"),
+        (CoinFlip, {"people": True}, "people=True"),
+        (CoinFlip, {"shots": -1}, "shots=-1 must be a whole number, 0 or more"),
+        (CoinFlip, {"flip_probability": 1.5}, "flip_probability=1.5 is no probability; give a number from 0 to 1"),
+        (CoinFlip, {"flip_probability": -0.1}, "flip_probability=-0.1"),
+        (CoinFlip, {"flip_probability": float("nan")}, "flip_probability=nan"),
+        (CoinFlip, {"initial": "edge"}, "initial='edge' is unknown; use 'random', 'heads' or 'tails'"),
+        (
+            CoinFlip,
+            {"initial": "heads", "flip_probability": 0},
+            "every answer is the same; use initial='random' or balanced=False",
+        ),
+        (CoinFlip, {"initial": "tails", "flip_probability": 1.0}, "every answer is the same"),
+        (
+            CoinFlip,
+            {"people": 3, "names": ["Alice", "Bob"]},
+            "people=3 needs 3 names, got 2; give more names or fewer people",
+        ),
+        (
+            CoinFlip,
+            {"people": 2, "shots": 1, "names": ["A", "B", "C"]},
+            "needs 4 names, as shots take other people than the question",
+        ),
+        (CoinFlip, {"people": 97}, "people=97 needs 97 names"),
+        (CoinFlip, {"names": ["Alice", "Bob", "Alice"]}, "names holds a name more than once"),
+        (CoinFlip, {"names": "Alice"}, "names='Alice' is one string"),
+        (CoinFlip, {"names": ["Alice", ""]}, "names holds ''"),
+        (CoinFlip, {"names": ["Alice", " Bob"]}, "names holds ' Bob'"),
         (Variables, {"updates": 0}, "updates=0 must be a whole number, 1 or more"),
         (Variables, {"variables": 1}, "variables=1 must be a whole number, 2 or more"),
         (Variables, {"variables": 27}, "variables=27 is more than there are letters; give 26"),

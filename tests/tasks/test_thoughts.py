@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cacheprobe.tasks import (
@@ -24,6 +24,7 @@ from cacheprobe.tasks import (
 )
 from cacheprobe.tasks.two_coins import two_coins_question
 from cacheprobe.training.thinking.presets import preset_of
+from tests.tasks.tokenizers import byte_pieces
 
 ONE_OF_EACH = Example(coin_question("heads", [("Alice", True), ("Bob", False), ("Carol", True)]))
 
@@ -35,15 +36,7 @@ def words() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def pieces() -> PreTrainedTokenizerFast:
-    """Byte-level BPE that cuts words: an operation ends on the token that completes its verb."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=275, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([e.prompt + e.answer for e in CoinFlip(people=3).examples(20)], trainer)
+    tokenizer = byte_pieces(["<pad>", "<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 

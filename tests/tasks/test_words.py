@@ -8,9 +8,6 @@ from hypothesis import strategies as st
 
 from cacheprobe.tasks import (
     CoinFlip,
-    Example,
-    answer_token_ids,
-    coin_question,
     encode_strictly,
     load_tokenizer,
     save_tokenizer,
@@ -48,15 +45,6 @@ def test_texts_come_back_exactly(words):
     offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
     assert [text[start:end] for start, end in offsets] == words
     assert tokenizer.decode([0, 0, *token_ids, 1], skip_special_tokens=True) == text
-
-
-def test_examples_know_their_states_and_answers():
-    example = Example(coin_question("heads", [("Alice", True), ("Bob", False)]))
-    tokenizer = word_tokenizer(CoinFlip().vocabulary())
-    states = example.states_after_tokens(tokenizer)
-    assert states == [None] * 4 + ["heads"] * 3 + ["tails"] * 14
-    heads, tails = answer_token_ids(tokenizer)
-    assert tokenizer.decode([heads]) == "heads" and tokenizer.decode([tails]) == "tails"
 
 
 @given(st.integers(0, 99))

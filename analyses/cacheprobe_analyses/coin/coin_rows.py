@@ -26,7 +26,7 @@ from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Accuracy, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
-from cacheprobe.tasks.writing import HELD_OUT_NAMES
+from cacheprobe.tasks.drawing import HELD_OUT_NAMES
 from cacheprobe.views import coin_rows_figure
 from cacheprobe_analyses.coin.question_parts import parts_of
 from cacheprobe_analyses.command import command

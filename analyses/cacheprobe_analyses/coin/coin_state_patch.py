@@ -22,15 +22,14 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.core.terminal import Progress
-from cacheprobe.edits.patching.cells import Edit, cell, run_cells
+from cacheprobe.edits.patching.cells import Edit, cell, read, run_cells, run_once
 from cacheprobe.edits.patching.grid import difference
 from cacheprobe.edits.patching.pairs import run_pair
-from cacheprobe.edits.patching.runs import read, run_once
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Accuracy, Example
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, coin_question
-from cacheprobe.tasks.writing import NAMES
+from cacheprobe.tasks.drawing import NAMES
 from cacheprobe.views import carried_figure
 from cacheprobe_analyses.command import command_of_subjects
 from cacheprobe_analyses.records import records_of

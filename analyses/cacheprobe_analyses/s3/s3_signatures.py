@@ -15,10 +15,9 @@ import pandas as pd
 import torch
 
 import cacheprobe as cp
-from cacheprobe.edits.patching.cells import Edit, cell, run_cells
+from cacheprobe.edits.patching.cells import Edit, cell, read, run_cells
 from cacheprobe.edits.patching.grid import difference
 from cacheprobe.edits.patching.pairs import run_pair
-from cacheprobe.edits.patching.runs import read
 from cacheprobe.lenses.probes.examples import embeddings
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.tasks import annotate_all

@@ -23,7 +23,7 @@ from cacheprobe.core.terminal import Progress
 from cacheprobe.models.thinking.blocks import rotate
 from cacheprobe.models.thinking.model import ThinkingModel, thought_table
 from cacheprobe.tasks import Annotated
-from cacheprobe.tasks.writing import NAMES
+from cacheprobe.tasks.drawing import NAMES
 from cacheprobe.training.loop import one_thread
 from cacheprobe.training.thinking.evaluate import READ_AT_ONCE
 from cacheprobe.training.thinking.losses import collate

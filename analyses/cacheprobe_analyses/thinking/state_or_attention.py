@@ -23,7 +23,7 @@ from cacheprobe.core.terminal import Progress
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.tasks import Annotated, CoinFlip, annotate_all
 from cacheprobe.tasks.base import Accuracy
-from cacheprobe.training.thinking.recurrent import Thoughts, own_thoughts, write
+from cacheprobe.training.thinking.recurrent import ThoughtIds, own_thoughts, write
 from cacheprobe.views import ways_figure
 from cacheprobe_analyses.command import command
 
@@ -111,7 +111,7 @@ def run(config: Config, progress: bool = False) -> Result:
 
 def _answered(
     model: ThinkingModel, items: Sequence[Annotated], has_states: bool
-) -> list[tuple[Annotated, tuple[int, ...], Thoughts]]:
+) -> list[tuple[Annotated, tuple[int, ...], ThoughtIds]]:
     """Each text, what was written after it, and what was thought; those of one length side by side."""
 
     def zero(at: int, states: Tensor, texts: Sequence[int]) -> Tensor:

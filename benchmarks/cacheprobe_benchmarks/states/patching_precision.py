@@ -7,7 +7,7 @@ from torch import Tensor
 from transformer_lens.patching import get_act_patch_resid_pre
 
 import cacheprobe as cp
-from cacheprobe.edits.patching.runs import run_once
+from cacheprobe.edits.patching.cells import run_once
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.settings import keeping_float64
 

@@ -3,8 +3,7 @@
 from cacheprobe.edits.interventions.base import Intervention, StateContext
 from cacheprobe.edits.interventions.features import FeatureChange, ablate_expert, ablate_feature, steer_feature
 from cacheprobe.edits.interventions.functions import ablate, clamp, function, project
-from cacheprobe.edits.interventions.make import add, mean, replace, resample, steer, swap, zero
-from cacheprobe.edits.interventions.steering_files import read_steering
+from cacheprobe.edits.interventions.make import add, mean, read_steering, replace, resample, steer, swap, zero
 
 __all__ = [
     "FeatureChange",

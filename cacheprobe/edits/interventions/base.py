@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Required, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Required, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
 from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.records import PHASES
-from cacheprobe.core.values import flag, listed, require_known_options, whole_number
+from cacheprobe.core.values import JsonDict, flag, listed, require_known_options, whole_number
 
 EDITED_SITES = (*SITES, "pre", ROUTER, RECURRENT)
 """Sites whose states an intervention may change: S, T, C, "pre", the input of a block, "router", the logits of a router
@@ -60,7 +60,7 @@ class WhereLayers(OnRequest, total=False):
     head: int | None
 
 
-def checked_fields(name: str, given: Mapping[str, Any], known: Any) -> dict[str, Any]:
+def checked_fields(name: str, given: Mapping[str, object], known: Any) -> JsonDict:
     """Returns the keyword arguments of a function of `cp.interventions` as a new dict. name: of the function.  known:
     the TypedDict that declares them. Raises: TypeError for an unknown or a missing argument."""
     require_known_options(given, known.__annotations__)
@@ -193,17 +193,17 @@ class Intervention:
         return {**as_lists, **left_out, "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest()}
 
 
-def as_interventions(given: Any) -> tuple[Intervention, ...]:
+def as_interventions(given: object) -> tuple[Intervention, ...]:
     """Returns a flat tuple of Interventions from one, or from a sequence of them and of the pairs that `swap` returns.
 
     Raises: ValueError for another object in the sequence; TypeError if `given` is no Intervention and no sequence.
     """
-    items = [given] if isinstance(given, Intervention) else list(given)
+    items = [given] if isinstance(given, Intervention) else list(cast("Iterable[object]", given))
     flat = [one for item in items for one in (item if isinstance(item, tuple) else (item,))]
     for one in flat:
         if not isinstance(one, Intervention):
             raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
-    return tuple(flat)
+    return cast("tuple[Intervention, ...]", tuple(flat))
 
 
 def as_wide(vectors: object) -> Tensor:
@@ -225,7 +225,7 @@ def _checked(vectors: object, what: str) -> Tensor:
     return made.contiguous()
 
 
-def _as_numbers(given: Any, noun: str, what: str) -> tuple[int, ...] | None:
+def _as_numbers(given: object, noun: str, what: str) -> tuple[int, ...] | None:
     """Returns one number or several as a tuple of int; None for None. Raises: ValueError for an empty list, a negative
     number, a number that is given twice, and for anything but whole numbers."""
     if given is None:

@@ -6,7 +6,7 @@ request and the absolute position of every slot before each pass.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -162,26 +162,22 @@ class Editor:
         return value
 
 
-def digests(interventions: Iterable[Intervention]) -> dict[int, str]:
-    """Returns a dict: request id -> SHA-256 of the interventions on this request, in their order."""
-    texts: dict[int, list[dict[str, object]]] = {}
-    for one in interventions:
-        texts.setdefault(one.request_id, []).append({**one.record(), "request_id": None})
-    return {r: hashlib.sha256(json.dumps(texts[r]).encode()).hexdigest() for r in sorted(texts)}
-
-
 def intervention_entries(
     interventions: Sequence[Intervention], model_facts: Mapping[str, object], special: Sequence[int]
 ) -> dict[str, str]:
     """Returns the entries that interventions add to the schedule fingerprint, all text; {} without interventions.
 
-    interventions: the SHA-256 of each request's interventions, from `digests`.
+    interventions: the SHA-256 of each request's interventions, in their order.
     interventions_act_through: "hooks of the PATH", where PATH is the model's path, such as fast or bridge.
     special_token_ids: `special`, the ids that some interventions leave out, if any does.
     """
     if not interventions:
         return {}
-    named = "; ".join(f"request {r}: {digest}" for r, digest in digests(interventions).items())
+    texts: dict[int, list[dict[str, object]]] = {}
+    for one in interventions:
+        texts.setdefault(one.request_id, []).append({**one.record(), "request_id": None})
+    digests = {r: hashlib.sha256(json.dumps(texts[r]).encode()).hexdigest() for r in sorted(texts)}
+    named = "; ".join(f"request {r}: {digest}" for r, digest in digests.items())
     path = f"hooks of the {model_facts.get('path', 'model')}"
     is_any_left_out = not all(one.include_special for one in interventions)
     left_out = {"special_token_ids": str(list(special))} if is_any_left_out else {}

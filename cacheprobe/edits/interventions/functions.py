@@ -9,13 +9,13 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, Unpack
+from typing import TypeAlias, Unpack
 
 import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import place_of
-from cacheprobe.core.values import source_sha256
+from cacheprobe.core.values import name_of, source_sha256
 from cacheprobe.edits.interventions.base import Intervention, StateContext, WhereLayers, checked_fields
 
 StateFunction: TypeAlias = Callable[[Tensor, StateContext], Tensor]
@@ -69,10 +69,7 @@ def function(f: StateFunction, *, name: str | None = None, **where: Unpack[Where
     If `f` raises an error, or returns another shape or dtype, NaN or infinity, its request ends with an error that
     names the place; other requests go on.
     """
-    name = name or (f.__name__ if hasattr(f, "__name__") else type(f).__name__)
-    return _by_layer(
-        "function", where, name=name, function=f, source_sha256=source_sha256(f), vectors=torch.zeros(1, 1)
-    )
+    return _by_layer("function", where, name or name_of(f), f, source_sha256(f), torch.zeros(1, 1))
 
 
 def ablate(directions: Tensor, **where: Unpack[WhereLayers]) -> tuple[Intervention, ...]:
@@ -132,16 +129,18 @@ def _along(
         directions = basis.to(wide.device, wide.dtype)
         return join(wide, directions @ wide, directions).to(state.dtype)
 
-    vectors = torch.zeros(1, basis.shape[1])
-    return _by_layer(name, where, name=name, function=changed, source_sha256=digest, vectors=vectors)
+    return _by_layer(name, where, name, changed, digest, torch.zeros(1, basis.shape[1]))
 
 
-def _by_layer(caller: str, where: WhereLayers, **own: Any) -> tuple[Intervention, ...]:
-    """Returns a Function for each layer of `where`, the keyword arguments of the function named `caller`. own: further
-    fields."""
+def _by_layer(
+    caller: str, where: WhereLayers, name: str, function: StateFunction, sha256: str, vectors: Tensor
+) -> tuple[Intervention, ...]:
+    """Returns a Function for each layer of `where`, the keyword arguments of the function named `caller`. name,
+    function, sha256 (its source_sha256), vectors: of each."""
     fields = checked_fields(caller, where, WhereLayers)
     places = places_of(fields.pop("site"), fields.pop("layers", None), caller)
-    return tuple(Function(action="function", site=site, layer=layer, **own, **fields) for site, layer in places)
+    fields |= dict(name=name, function=function, source_sha256=sha256, vectors=vectors)
+    return tuple(Function(action="function", site=site, layer=layer, **fields) for site, layer in places)
 
 
 def places_of(site: str, layers: "int | Iterable[int] | None", what: str) -> list[tuple[str, int]]:

@@ -11,10 +11,9 @@ from cacheprobe.core.terminal import Progress
 from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import whole_number
 from cacheprobe.edits.patching.arguments import Answer, GridOptions, patched_place
-from cacheprobe.edits.patching.cells import MOST_ROWS
+from cacheprobe.edits.patching.cells import MOST_ROWS, AnswerPair, Run
 from cacheprobe.edits.patching.grid import PatchingGrid, difference, pair_meta
 from cacheprobe.edits.patching.pairs import PatchedPair, activation
-from cacheprobe.edits.patching.runs import AnswerPair, Run
 from cacheprobe.edits.patching.sweep import as_tokens, unpatched
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.differentiable import bridge_of, derivatives
@@ -60,7 +59,7 @@ def attribution(
     if (count := whole_number("steps", steps)) < 0:
         raise ValueError(f"steps must be 0 for attribution patching, or the number of integration steps, got {count}")
     bridge_of(model)
-    pair = PatchedPair.of(model, clean, corrupt, answer, (place,), options)
+    pair = PatchedPair(model, clean, corrupt, answer, (place,), options)
     runs, metrics = pair.runs, _metrics(pair.answer, len(pair.runs[0].token_ids))
     total = len(metrics) * (len(pair.layers) if count else 1)
     slopes: dict[int, Tensor] = {}

@@ -9,7 +9,7 @@ import pandas as pd
 
 from cacheprobe.core.files import write_json
 from cacheprobe.core.values import JsonDict
-from cacheprobe.edits.patching.runs import AnswerLogits, AnswerPair, Run
+from cacheprobe.edits.patching.cells import AnswerLogits, AnswerPair, Run
 from cacheprobe.models.base import CachedLM
 
 _FORMAT = "cacheprobe patching grid 1"

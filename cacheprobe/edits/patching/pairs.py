@@ -1,8 +1,7 @@
 """Runs activation patching and prefix patching: puts states of the clean run into the corrupted run."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Unpack
 
 import torch
@@ -23,9 +22,8 @@ from cacheprobe.edits.patching.arguments import (
     require_room,
     usable,
 )
-from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
+from cacheprobe.edits.patching.cells import AnswerPair, Edit, PatchingCell, Run, cell, extend, run_once
 from cacheprobe.edits.patching.grid import PatchingGrid, as_stored, difference, pair_meta, pair_table
-from cacheprobe.edits.patching.runs import AnswerPair, Run, extend, run_once
 from cacheprobe.edits.patching.sweep import CellStore, Group, Index, sweep, unpatched
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts import state_shapes
@@ -36,45 +34,31 @@ _LEAST_DIFFERENCE = 1e-4
 has."""
 
 
-@dataclass(frozen=True)
 class PatchedPair:
     """Holds the checked arguments of a patching grid, and the runs of its two prompts without patches."""
 
-    model: CachedLM
-    config: GridConfig
-    layers: tuple[int, ...]
-    positions: tuple[int, ...]
-    runs: tuple[Run, Run]
-    """The clean run, the corrupted run."""
-    answer: AnswerPair
-    """Token ids of the two answers."""
-    clean_before: Callable[[tuple[int, ...]], Run] = field(init=False, repr=False)
-    """Returns the clean run, followed by the tokens with which an answer begins."""
-    corrupt_before: Callable[[tuple[int, ...]], Run] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for name, run in zip(("clean_before", "corrupt_before"), self.runs, strict=True):
-            object.__setattr__(self, name, cache(lambda begins, run=run: extend(self.model, run, begins)))
-
-    @classmethod
     @torch.inference_mode()
-    def of(
-        cls,
+    def __init__(
+        self,
         model: CachedLM,
         clean: Prompt,
         corrupt: Prompt,
         answer: "Sequence[Answer] | None",
-        sites: Iterable[str],
+        sites: Sequence[str],
         options: GridOptions,
-    ) -> "PatchedPair":
-        """Returns the PatchedPair of a call; keeps states of S and of `sites`. Raises: as `activation`."""
-        config = GridConfig(**options)
-        model = usable(model, config.path)
-        ids = as_pair(model, clean, corrupt)
-        sites = tuple(sites)
-        layers, positions = as_layers(config.layers, model, sites), as_positions(config.positions, len(ids[0]))
-        runs = run_pair(model, *ids, sites)
-        return cls(model, config, layers, positions, runs, answers(model, answer, *runs))
+    ) -> None:
+        """Runs both prompts, and keeps states of S and of `sites`. Raises: as `activation`."""
+        self.config = GridConfig(**options)
+        self.model = usable(model, self.config.path)
+        ids = as_pair(self.model, clean, corrupt)
+        self.layers = as_layers(self.config.layers, self.model, sites)
+        self.positions = as_positions(self.config.positions, len(ids[0]))
+        self.runs = run_pair(self.model, *ids, sites)
+        """The clean run, the corrupted run."""
+        self.answer = answers(self.model, answer, *self.runs)
+        """Token ids of the two answers."""
+        self.clean_before, self.corrupt_before = (cache(partial(extend, self.model, run)) for run in self.runs)
+        """Return the clean or the corrupted run, followed by the tokens with which an answer begins."""
 
 
 def run_pair(
@@ -169,9 +153,10 @@ def activation(
     Twin: tests.twins.patching_slowly.naive_grid: one plain forward for each cell, close(1e-5) in float32.
     """
     place = patched_place(site, heads)
-    pair = PatchedPair.of(model, clean, corrupt, answer, (place,), options)
+    pair = PatchedPair(model, clean, corrupt, answer, (place,), options)
 
-    counts = {layer: _num_heads(pair.model, place, layer) for layer in pair.layers} if heads else {}
+    shapes = state_shapes(pair.model) if place == RECURRENT else {}
+    counts = {layer: shapes.get(layer, pair.model.head_shape)[0] for layer in pair.layers} if heads else {}
 
     def group(position: int) -> Group:
         """Returns the patched runs at one position, by (layer, position), or (layer, position, head)."""
@@ -183,11 +168,6 @@ def activation(
 
     axes = ["layer", "position", *(["head"] if heads else [])]
     return grid_of_pair(pair, "activation", place, axes, [group(position) for position in pair.positions])
-
-
-def _num_heads(model: CachedLM, place: str, layer: int) -> int:
-    """Returns the number of heads at a site and layer."""
-    return state_shapes(model)[layer][0] if place == RECURRENT else model.head_shape[0]
 
 
 def _cell(donor: Run, site: str, layer: int, position: int, head: int | None = None) -> PatchingCell:
@@ -216,7 +196,7 @@ def prefix(
     Twin: tests.twins.patching_slowly.naive_grid, close(1e-5) in float32.
     """
     check_site(site, RESIDUAL_SITES)
-    pair = PatchedPair.of(model, clean, corrupt, answer, (), options)
+    pair = PatchedPair(model, clean, corrupt, answer, (), options)
     last = len(pair.runs[0].token_ids) - 1
 
     def group(position: int) -> Group:

@@ -11,8 +11,18 @@ from torch import Tensor
 from cacheprobe.core.files import write_json
 from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import folder as checked_folder
-from cacheprobe.edits.patching.cells import PatchingCell, is_idle, run_cells, run_cells_to_end
-from cacheprobe.edits.patching.runs import AnswerLogits, AnswerPair, Run, extend, read, read_whole
+from cacheprobe.edits.patching.cells import (
+    AnswerLogits,
+    AnswerPair,
+    PatchingCell,
+    Run,
+    extend,
+    is_idle,
+    read,
+    read_whole,
+    run_cells,
+    run_cells_to_end,
+)
 from cacheprobe.models.base import CachedLM
 
 _SETTINGS_FILE = "asked.json"

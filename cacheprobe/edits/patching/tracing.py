@@ -26,9 +26,8 @@ from cacheprobe.edits.patching.arguments import (
     require_room,
     usable,
 )
-from cacheprobe.edits.patching.cells import Edit, PatchingCell, cell
+from cacheprobe.edits.patching.cells import AnswerLogits, Edit, PatchingCell, Run, cell, extend, run_once
 from cacheprobe.edits.patching.grid import PatchingGrid, answer_texts, as_stored
-from cacheprobe.edits.patching.runs import AnswerLogits, Run, extend, run_once
 from cacheprobe.edits.patching.sweep import CellStore, Group, Index, sweep, unpatched
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.prompts import Prompt

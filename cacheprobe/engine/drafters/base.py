@@ -19,11 +19,10 @@ To add a drafter, write one file in this folder, such as repeat_last.py, which d
 - `extend` is called again and again for one draft. `state.draft` holds the tokens of the earlier calls. The draft goes
   to the verifier when it is full (at most window - 1 tokens), or when `extend` returns an empty list for its request.
 - The registry imports every file of this folder, so that `--drafter repeat_last` works at once. Add the class to
-  __init__.py and its `__all__`, so that it is `cp.drafters.RepeatLast`; tests/project/test_docs.py fails without this.
-- Choose another name than repeat_last, which docs/plugins.md registers.
-- Add one line to EXAMPLES in tests/drafters/test_drafters.py: "repeat_last": lambda: RepeatLast(). The tests fail
-  without this line. With it, `test_the_contract` runs the drafter in the engine and compares the committed tokens with
-  those of a run without a drafter.
+  __init__.py and its `__all__`, so that it is `cp.drafters.RepeatLast`.
+- tests/drafters/test_drafters.py finds the class: `test_the_contract` runs the drafter in the engine and compares the
+  committed tokens with those of a run without a drafter. A class that needs arguments has a line in EXAMPLES there.
+- The name repeat_last is taken: a test runs the same example in docs/plugins.md.
 """
 
 import threading
@@ -78,7 +77,8 @@ class Drafter(Protocol):
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """Returns a list of draft token ids for each request; an empty list sends the request's draft to the verifier.
 
-        Called again until each draft is full or its list is empty. state.draft: the tokens of earlier calls.
+        Called again until each draft is full or its list is empty. state.draft: the tokens of earlier calls. Tokens
+        beyond the window are cut.
         """
         ...
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.hook_names import gemma_scope_hooks, hook_name
 from cacheprobe.core.values import Json
-from cacheprobe.lenses.dictionaries import array_files as files
+from cacheprobe.lenses.dictionaries import files
 from cacheprobe.lenses.dictionaries.config import (
     GATED,
     JUMPRELU,
@@ -27,7 +27,6 @@ from cacheprobe.lenses.dictionaries.config import (
     DictionaryError,
     config_of_saelens,
 )
-from cacheprobe.lenses.dictionaries.torch_files import read_torch_weights
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 """Files of SAELens' folder."""
@@ -162,7 +161,7 @@ def _gemma_config(
 def _torch_file(path: Path, said: Said) -> Read:
     """Reads a file of torch.save with W_enc, b_enc, W_dec and b_dec, as Qwen-Scope has; with a threshold it is
     jumprelu. Matrices may be transposed. Source: SAELens 6.54, `qwen_scope_sae_huggingface_loader`."""
-    tensors = read_torch_weights(path)
+    tensors = files.read_torch_weights(path)
     if missing := [name for name in ("W_enc", "b_enc", "W_dec", "b_dec") if name not in tensors]:
         raise ValueError(f"{missing[0]} is missing")
     d_sae, d_in = tensors["b_enc"].numel(), tensors["b_dec"].numel()

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from cacheprobe.core.values import no_attribute
 from cacheprobe.lenses.probes.examples import ProbeError, labelled, require_above_chance
-from cacheprobe.lenses.probes.linear import ProbeResult, fit
-from cacheprobe.lenses.probes.regression import Regression, regress
+from cacheprobe.lenses.probes.linear import ProbeResult, Regression, fit, regress
 from cacheprobe.lenses.probes.rollback_prediction import RollbackPrediction, drafted, rollback_prediction
 from cacheprobe.lenses.probes.untrained import untrained
 

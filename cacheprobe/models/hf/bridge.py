@@ -9,7 +9,7 @@ from functools import cached_property
 from importlib.metadata import version
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -50,7 +50,8 @@ class BridgeLM(HookedSites, HuggingFaceLM):
             )
         super().__init__(bridge.original_model, tokenizer, name, weights_note)
         self.bridge = self.hooked_module = bridge
-        self.head = Head(bridge.ln_final, bridge.unembed, bridge.adapter.apply_output_logits_transform)
+        norm: nn.Module = getattr(bridge, "ln_final", nn.Identity())  # the first GPT has none
+        self.head = Head(norm, bridge.unembed, bridge.adapter.apply_output_logits_transform)
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
         self.n_ctx = int(cfg.n_ctx)

@@ -55,8 +55,6 @@ class BaseLM(TokenText, ABC):
     def check_settings(self, window: int) -> None:
         """Does nothing: the model supports verify passes with any number of tokens."""
 
-    @one_at_a_time()
-    @torch.inference_mode()
     def forward(
         self,
         token_ids: Tensor,
@@ -70,8 +68,9 @@ class BaseLM(TokenText, ABC):
     ) -> Tensor:
         """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
         after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
-        staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
-        return self._forward(token_ids.to(self.device), staged, num_layers, logit_slots)
+        with one_at_a_time(), torch.inference_mode():  # decorators would be two more frames of every pass
+            staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
+            return self._forward(token_ids.to(self.device), staged, num_layers, logit_slots)
 
     @abstractmethod
     def _forward(

@@ -17,7 +17,7 @@ from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 from cacheprobe.models.settings import model_lock
 from cacheprobe.models.weights import is_conv
 
-Edit = Callable[[Tensor], Tensor | None]
+TensorEdit = Callable[[Tensor], Tensor | None]
 """Function of a module's tensor that returns a tensor in its place, or None to leave it unchanged."""
 
 HeadCut = Callable[[Tensor], Tensor]
@@ -101,7 +101,7 @@ class PlainSites:
                     self._add_hooks(stack, site, layer, partial(edit, site, layer))
             yield
 
-    def _add_hooks(self, stack: ExitStack, site: str, layer: int, edit: Edit) -> None:
+    def _add_hooks(self, stack: ExitStack, site: str, layer: int, edit: TensorEdit) -> None:
         """Registers the hooks of one site, to be removed when `stack` closes."""
         if not 0 <= layer < self.n_layers:
             raise ModelError(f"{self.name} has layers 0 to {self.n_layers - 1}, no layer {layer}")
@@ -124,12 +124,12 @@ class PlainSites:
             place, cut = self._heads(site, layer)
             stack.callback(change(place, partial(_edit_heads, cut, edit)).remove)
 
-    def _edit_tokens(self, edit: Edit, value: Tensor) -> Tensor | None:
+    def _edit_tokens(self, edit: TensorEdit, value: Tensor) -> Tensor | None:
         """Calls `edit` with a value as [b, t, m]; some modules give [b * t, m]."""
         edited = edit(value.view(-1, self.token_shape[1], value.shape[-1]))
         return None if edited is None else edited.view(value.shape)
 
-    def _add_sum(self, stack: ExitStack, block: PlainBlock, parts: Sequence[AddedPart], edit: Edit) -> None:
+    def _add_sum(self, stack: ExitStack, block: PlainBlock, parts: Sequence[AddedPart], edit: TensorEdit) -> None:
         """Registers hooks for a state that is the sum of the outputs of `parts`, each times its factor, in the order in
         which they run. An edit changes the last one."""
         earlier: list[Tensor] = []
@@ -217,19 +217,19 @@ def by_head(shape: tuple[int, int], value: Tensor) -> Tensor:
     return value.unflatten(-1, shape)
 
 
-def _edit_heads(cut: HeadCut, edit: Edit, value: Tensor) -> Tensor | None:
+def _edit_heads(cut: HeadCut, edit: TensorEdit, value: Tensor) -> Tensor | None:
     edited = edit(cut(value))
     return None if edited is None else edited.reshape(value.shape)
 
 
-def _edit_nothing(edit: Edit, stream: Tensor) -> Tensor | None:
+def _edit_nothing(edit: TensorEdit, stream: Tensor) -> Tensor | None:
     """Calls `edit` with zeros, the C of a block without an MLP or the T of a block without attention; adds what it
     returns to the block's output."""
     edited = edit(torch.zeros_like(stream))
     return None if edited is None else stream + edited
 
 
-def _edit_sum(earlier: list[Tensor], factor: float, edit: Edit, value: Tensor) -> Tensor | None:
+def _edit_sum(earlier: list[Tensor], factor: float, edit: TensorEdit, value: Tensor) -> Tensor | None:
     total = value if factor == 1 else value * factor
     others = sum(earlier[1:], earlier[0]) if earlier else None
     earlier.clear()
@@ -240,7 +240,7 @@ def _edit_sum(earlier: list[Tensor], factor: float, edit: Edit, value: Tensor) -
     return rest if factor == 1 else rest / factor
 
 
-def change(place: ModulePoint, edit: Edit) -> RemovableHandle:
+def change(place: ModulePoint, edit: TensorEdit) -> RemovableHandle:
     """Registers a PyTorch hook at `place`, a module's input or output: `edit` gets the tensor, and a tensor that `edit`
     returns replaces it. Returns the handle that removes the hook."""
     module, point = place

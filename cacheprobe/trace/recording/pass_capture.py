@@ -22,7 +22,7 @@ class PassCapture:
     """Holds the tensors that the hooks of one pass copy states into, from the recorder's `before_forward` to its
     `after_forward`.
 
-    A pass without an PassCapture, such as one of a drafter that calls the model itself, records no state.
+    A pass without a PassCapture, such as one of a drafter that calls the model itself, records no state.
     """
 
     kept: list[bool]

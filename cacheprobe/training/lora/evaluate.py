@@ -2,16 +2,17 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cacheprobe.core.files import write_json
 from cacheprobe.core.terminal import Progress
+from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import continue_texts
 from cacheprobe.models.loaders import load_model
@@ -19,7 +20,7 @@ from cacheprobe.models.paths import choose_path
 from cacheprobe.ops.sampling import lowest_argmax
 from cacheprobe.tasks.base import Accuracy, accuracy
 from cacheprobe.tasks.coin_flip import ANSWERS, CoinFlip, answer_token_ids
-from cacheprobe.tasks.writing import HELD_OUT_NAMES
+from cacheprobe.tasks.drawing import HELD_OUT_NAMES
 
 PEOPLE = (1, 2, 3, 4, 5, 6, 8, 10)
 
@@ -61,7 +62,7 @@ class LoraScore:
         return figures
 
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> "LoraScore":
+    def from_dict(cls, stored: JsonDict) -> "LoraScore":
         """Returns the LoraScore that a dictionary from `as_dict` describes."""
         return cls(**{field.name: stored[field.name] for field in fields(cls)})
 

@@ -12,7 +12,7 @@ from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.hf.adapters import CONFIG, TRAINING, WEIGHTS, base_sha256, file_sha256
 from cacheprobe.models.loaders import plain_model
-from cacheprobe.tasks.writing import HELD_OUT_NAMES
+from cacheprobe.tasks.drawing import HELD_OUT_NAMES
 from cacheprobe.training.loop import TrainingProgress, other_settings
 from cacheprobe.training.lora.train import LoraTrainer
 from cacheprobe.training.settings import LoraSettings

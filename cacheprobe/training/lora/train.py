@@ -14,7 +14,7 @@ from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.tasks.base import Example
 from cacheprobe.tasks.coin_flip import STATES, CoinFlip, answer_token_ids
-from cacheprobe.tasks.writing import HELD_OUT_NAMES, TRAIN_NAMES
+from cacheprobe.tasks.drawing import HELD_OUT_NAMES, TRAIN_NAMES
 from cacheprobe.training.loop import Loop, StepReport
 from cacheprobe.training.settings import LoraSettings
 

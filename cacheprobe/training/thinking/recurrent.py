@@ -14,7 +14,7 @@ from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.thinking.blocks import Memory, attention_bias
 from cacheprobe.models.thinking.model import ThinkingModel
 
-Thoughts = tuple[tuple[int, ...], ...]
+ThoughtIds = tuple[tuple[int, ...], ...]
 """Thoughts of one text: the token ids of the thought after each chunk."""
 
 ChunkEdit = Callable[[int, Tensor, Sequence[int]], Tensor]
@@ -79,7 +79,7 @@ class ChunkReader:
 @torch.inference_mode()
 def own_thoughts(
     model: ThinkingModel, prompts: Sequence[Sequence[int]], edit: ChunkEdit | None = None
-) -> list[Thoughts]:
+) -> list[ThoughtIds]:
     """Runs prompts with the model's own thoughts; returns a list: for each prompt, the token ids of the thought after
     each chunk.
 
@@ -125,7 +125,7 @@ def _states_to_add(
 def write(
     model: ThinkingModel,
     prompts: Sequence[Sequence[int]],
-    thoughts: Sequence[Thoughts],
+    thoughts: Sequence[ThoughtIds],
     max_new_tokens: int,
     edit: ChunkEdit | None = None,
 ) -> list[tuple[int, ...]]:

@@ -12,7 +12,8 @@ from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.terminal import Progress
 from cacheprobe.core.tokens import visible
-from cacheprobe.edits.gradients.texts import (
+from cacheprobe.core.values import name_of
+from cacheprobe.edits.gradient_texts import (
     COMMITTED,
     REJECTED,
     GradientText,
@@ -171,15 +172,17 @@ def gradients(
         if request_ids is not None:
             raise ValueError("request_ids= chooses requests of a trace; leave out prompts instead")
         texts = texts_of_prompts(model, source)
-    lines, kept, values = [], [], []
+    lines, kept, about = [], [], []
     with Progress(len(texts), "differentiating", "texts", enabled=progress) as bar:
         for text in texts:
             found = _of_text(text, metric, places)
             kept.append((text, {place: one[0, text.first :].cpu() for place, one in found.gradients.items()}))
             lines.append(_lines(text, found, rows))
-            values.append(found.value)
+            about.append((text.request_id, text.status, text.step, len(text.token_ids), found.value))
             bar.advance()
-    return Gradients(pd.concat(lines, ignore_index=True), _texts(kept, values), _name_of(metric), model.name, kept)
+    columns = ["request_id", "status", "step", "num_tokens", "metric"]
+    fed = pd.DataFrame(about, columns=columns).astype({"step": "Int64"})
+    return Gradients(pd.concat(lines, ignore_index=True), fed, name_of(metric), model.name, kept)
 
 
 def _places(model: CachedLM, sites: Sequence[str], layers: "Iterable[int] | None") -> list[tuple[str, int]]:
@@ -191,11 +194,6 @@ def _places(model: CachedLM, sites: Sequence[str], layers: "Iterable[int] | None
     return [(site, layer) for site in dict.fromkeys(sites) for layer in as_layers(layers, model)]
 
 
-def _name_of(metric: Metric) -> str:
-    """Returns the name of a metric for listings."""
-    return str(metric.__name__ if hasattr(metric, "__name__") else type(metric).__name__)
-
-
 def _of_text(text: GradientText, metric: Metric, places: Sequence[tuple[str, int]]) -> Derivatives:
     """Returns the Derivatives of the metric of one text."""
 
@@ -203,7 +201,7 @@ def _of_text(text: GradientText, metric: Metric, places: Sequence[tuple[str, int
         """Returns the metric of logits [1, n, v]."""
         return metric(logits[0], text)
 
-    about = f"{text}, metric {_name_of(metric)}"
+    about = f"{text}, metric {name_of(metric)}"
     return derivatives(text.model, torch.tensor([text.token_ids]), places, of_logits, about)
 
 
@@ -234,17 +232,3 @@ def _lines(text: GradientText, found: Derivatives, rows: "pd.DataFrame | None") 
         )
         parts.append(pd.DataFrame({**about, "site": site, "layer": layer, **numbers}))
     return pd.concat(parts, ignore_index=True)
-
-
-def _texts(kept: Sequence[TextGradients], values: Sequence[float]) -> pd.DataFrame:
-    """Returns the table of the sequences that were fed."""
-    texts = [text for text, _ in kept]
-    return pd.DataFrame(
-        {
-            "request_id": [text.request_id for text in texts],
-            "status": [text.status for text in texts],
-            "step": pd.array([text.step for text in texts], dtype="Int64"),
-            "num_tokens": [len(text.token_ids) for text in texts],
-            "metric": list(values),
-        }
-    )
