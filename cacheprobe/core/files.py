@@ -27,7 +27,9 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> Path:
     temporary = Path(name)
     try:
         fill(temporary)
-        temporary.chmod(0o666 & ~_umask())  # mkstemp's file is its owner's alone
+        mask = os.umask(0)  # there is no call that only reads it
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # mkstemp's file is its owner's alone
         fsync(temporary)
         os.replace(temporary, path)
     except BaseException:
@@ -132,13 +134,6 @@ def _note_in(path: Path) -> JsonDict:
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}
-
-
-def _umask() -> int:
-    # os.umask sets a value and returns the earlier one; there is no call that only reads it
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def read_yaml(path: Path, kind: str) -> object:
