@@ -105,9 +105,9 @@ def with_flags(command: Command) -> Command:
 def _group_of(annotation: Any) -> tuple[type, bool] | None:
     """Returns (settings dataclass, whether the parameter is a dict of it) of an annotation; None without a
     dataclass."""
-    settings, *more = getattr(annotation, "__metadata__", (annotation,))
-    is_group = isinstance(settings, type) and is_dataclass(settings) and not more
-    return (settings, settings is not annotation) if is_group else None
+    is_dict = get_origin(annotation) is Annotated
+    settings = get_args(annotation)[1] if is_dict else annotation
+    return (settings, is_dict) if isinstance(settings, type) and is_dataclass(settings) else None
 
 
 def flagged(settings: Any) -> list[Field]:
