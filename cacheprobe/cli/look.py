@@ -31,8 +31,8 @@ def show(run: Path, *, request: int | None = None, rejected: bool = False) -> No
     """
     import cacheprobe as cp
     from cacheprobe.core import terminal
+    from cacheprobe.views.rejected import rejections_listing
     from cacheprobe.views.report.listings import request_listings, run_listings
-    from cacheprobe.views.report.rejections import rejections_listing
 
     trace = cp.load_trace(run)
     if rejected:

@@ -28,9 +28,12 @@ ROUTER = "router"
 intervention there changes the logits of the router."""
 RECURRENT = "recurrent"
 """Site of a recurrent layer: its state after each token."""
-ATTENTION_SITES = ("q", "k", "v", HEADS, PATTERN)
-"""Sites of attention heads. q and k are taken right after their projection: before any q/k norm, before the rotation.
-"""
+HEAD_SHAPES = {"q": ("queries", "key"), "k": ("keys", "key"), "v": ("keys", "value"), HEADS: ("queries", "value")}
+"""Sites at which an attention head has one vector for each token: whether there is one for each head of the queries or
+of the keys, and whether it is as wide as a key or as a value. q and k are taken right after their projection: before
+any q/k norm, before the rotation."""
+ATTENTION_SITES = (*HEAD_SHAPES, PATTERN)
+"""Sites of attention heads."""
 HEAD_SITES = (*ATTENTION_SITES, ROUTER, RECURRENT)
 """Sites at which a row keeps several vectors: one for each attention head, expert of the row, or head of a recurrent
 layer."""
@@ -46,6 +49,12 @@ ROTATED = ("hook_rot_q", "hook_rot_k")
 
 INPUT_POINT, OUTPUT_POINT = "hook_in", "hook_out"
 """Last part of a canonical hook name of TransformerBridge: the hook is at the input or at the output of a component."""
+
+
+def shape_of_heads(site: str, query_heads: int, key_heads: int, key_width: int, value_width: int) -> tuple[int, int]:
+    """Returns (number of heads, width of a head's vector) of a site of HEAD_SHAPES in a layer of these sizes."""
+    heads, width = HEAD_SHAPES[site]
+    return query_heads if heads == "queries" else key_heads, key_width if width == "key" else value_width
 
 
 def site_label(site: str) -> str:

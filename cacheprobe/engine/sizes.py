@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
-from cacheprobe.core.hook_names import RECURRENT, ROUTER
+from cacheprobe.core.hook_names import HEAD_SHAPES, RECURRENT, ROUTER
 from cacheprobe.core.records import ANY_CAPACITY, CAPACITY_STEP, Request
 from cacheprobe.engine.shapes import DRAFTED_WINDOW, LEAST_CAPACITY, config_to_try
 from cacheprobe.kvcache.cache import is_mapped
@@ -253,11 +253,12 @@ def state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) 
     heads, width = model.head_shape
     probe = model.new_cache(1, 1)
     vectors, numbers = len(capture.state_sites) * len(layers), len(capture.state_sites) * model.d_model * len(layers)
-    of_queries = heads * sum(site in ("q", "z") for site in capture.heads) * len(layers)
-    vectors, numbers = vectors + of_queries, numbers + of_queries * width
-    for site, tensors in (("k", probe.keys), ("v", probe.values)):
-        for layer in layers if site in capture.heads else ():
-            vectors, numbers = vectors + tensors[layer].shape[1], numbers + tensors[layer].numel()
+    for site in set(HEAD_SHAPES).intersection(capture.heads):
+        whose, width_of = HEAD_SHAPES[site]
+        for layer in layers:
+            held = (probe.keys if width_of == "key" else probe.values)[layer]
+            count, numel = (heads, heads * width) if whose == "queries" else (held.shape[1], held.numel())
+            vectors, numbers = vectors + count, numbers + numel
     if (shapes := list(state_shapes(model).values())) and RECURRENT in capture.heads:  # other layers keep as much, NaN
         vectors, numbers = vectors + shapes[0][0] * len(layers), numbers + prod(shapes[0]) * len(layers)
     most_experts = max((one.top_k for one in layers_of(model).values()), default=0) if ROUTER in capture.heads else 0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import PATTERN, RECURRENT, ROUTER, hook_name
+from cacheprobe.core.hook_names import HEAD_SHAPES, PATTERN, RECURRENT, ROUTER, hook_name, shape_of_heads
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.experts import head_places, layers_of, state_shapes
@@ -113,14 +113,11 @@ def require_heads(model: CachedLM, sites: Sequence[str], layers: Sequence[int]) 
     for layer in layers:
         source = getattr(model, "sources", {}).get(layer, layer)  # of a layer that attends over another one's keys
         key, value = fed.cache.keys[source].shape, fed.cache.values[source].shape
-        heads, kv_heads = model.head_shape[0], key[1]
         expected: dict[str, tuple[int, ...]] = {
-            "q": (1, _TOKENS, heads, key[3]),
-            "k": (1, _TOKENS, kv_heads, key[3]),
-            "v": (1, _TOKENS, kv_heads, value[3]),
-            "z": (1, _TOKENS, heads, value[3]),
-            PATTERN: (1, heads, _TOKENS, _CAPACITY),
+            site: (1, _TOKENS, *shape_of_heads(site, model.head_shape[0], key[1], key[3], value[3]))
+            for site in HEAD_SHAPES
         }
+        expected[PATTERN] = (1, model.head_shape[0], _TOKENS, _CAPACITY)
         if layer in mixtures:
             expected[ROUTER] = (1, _TOKENS, mixtures[layer].top_k, 2)
         if layer in states:

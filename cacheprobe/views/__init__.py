@@ -3,11 +3,8 @@
 from typing import TYPE_CHECKING
 
 from cacheprobe.core.values import no_attribute
-from cacheprobe.views.acceptance import acceptance_curves
 from cacheprobe.views.attribution import attribution
-from cacheprobe.views.coin import carried_figure, coin_rows_figure, ways_figure
-from cacheprobe.views.columns import column_figure
-from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
+from cacheprobe.views.curves import acceptance_curves, column_figure, draft_verdicts, prediction_depth_figure
 from cacheprobe.views.diagrams.cache import cache_picture
 from cacheprobe.views.diagrams.cards import thought_card, token_card
 from cacheprobe.views.diagrams.decode_grid import decode_grid
@@ -16,7 +13,14 @@ from cacheprobe.views.diagrams.frame import Markup
 from cacheprobe.views.diagrams.lens_grid import lens_grid
 from cacheprobe.views.diagrams.timeline import timeline
 from cacheprobe.views.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
-from cacheprobe.views.findings import forcing_figure, perplexity_figure, simplex_figure
+from cacheprobe.views.findings import (
+    carried_figure,
+    coin_rows_figure,
+    forcing_figure,
+    perplexity_figure,
+    simplex_figure,
+    ways_figure,
+)
 from cacheprobe.views.grids import attribution_patching_grid, flip_grid, patching_grid, routing_figure
 from cacheprobe.views.probes import (
     disagreement_figure,
@@ -25,8 +29,7 @@ from cacheprobe.views.probes import (
     rollback_prediction_figure,
     state_algorithm_figure,
 )
-from cacheprobe.views.report.figures import write_figures
-from cacheprobe.views.report.report import write_report
+from cacheprobe.views.report.report import write_figures, write_report
 from cacheprobe.views.report.request_text import request_text
 from cacheprobe.views.report.run_comparison import comparison
 from cacheprobe.views.sweep_grid import sweep_grid

@@ -9,13 +9,8 @@ from cacheprobe.views.style import Figure, layout_template
 from cacheprobe.views.text import markup, visible
 
 _COLOURS = {"T": "#2b6cb0", "C": "#a87900", "other": "#7b858f"}
-_PART_NAMES = {
-    "T": "T, attention",
-    "C": "C, MLP",
-    "T bias": "T, its bias",
-    "embed": "the embedding",
-    "rest": "the rest",
-}
+_PART_NAMES = {"T": "T, attention", "C": "C, MLP", "T bias": "T, its bias", "embed": "the embedding",
+               "rest": "the rest"}  # fmt: skip
 _SHARE_COLOURS = ["#bd3127", "#f4a59d", "#f3f0f9", "#9cc0ea", "#2b6cb0"]
 """Colours from negative to positive shares; the middle is zero."""
 
@@ -31,10 +26,9 @@ def attribution(table: pd.DataFrame) -> go.Figure:
     """
     parts, logit_name = _parts_of_logit(table)
     by_head = parts[parts["head"].notna()]
-    figure = make_subplots(
-        rows=2 if len(by_head) else 1, shared_xaxes=True, vertical_spacing=0.08,
-        row_heights=[0.5, 0.5] if len(by_head) else None, figure=Figure(),
-    )  # fmt: skip
+    has_heads = bool(len(by_head))
+    heights = dict(vertical_spacing=0.08, row_heights=[0.5, 0.5]) if has_heads else {}
+    figure = make_subplots(rows=1 + has_heads, shared_xaxes=True, figure=Figure(), **heights)
     row = parts.iloc[0]
     about_row = f"request {row.request_id} · {row.status.replace('_', ' ')} row · position {row.position}"
     hover_end = f"<br>{about_row}<extra></extra>"
@@ -42,34 +36,28 @@ def attribution(table: pd.DataFrame) -> go.Figure:
     sums = in_layers.groupby(["site", "layer"]).logit.sum()
     for site in ("T", "C"):
         values = sums[site]
-        layers = [int(layer) for layer in values.index]
         hover = f"{_PART_NAMES[site]} of layer %{{x}}: %{{y:+.3f}}{hover_end}"
-        bar = go.Bar(
-            x=layers, y=values.tolist(), name=site_label(site), marker_color=_COLOURS[site], hovertemplate=hover
-        )
-        figure.add_trace(bar, row=1, col=1)
+        about = dict(name=site_label(site), marker_color=_COLOURS[site], hovertemplate=hover)
+        figure.add_bar(x=[int(layer) for layer in values.index], y=values.tolist(), row=1, col=1, **about)
     others = parts[parts.layer.isna()]
     x_positions = _x_positions(others.site.tolist(), int(in_layers.layer.max()))
-    figure.add_trace(
-        go.Bar(
-            x=x_positions, y=others.logit.tolist(), name="no layer", marker_color=_COLOURS["other"],
-            text=others.site.tolist(), textposition="none", hovertemplate=f"%{{text}}: %{{y:+.3f}}{hover_end}",
-        ),
-        row=1, col=1,
+    figure.add_bar(
+        x=x_positions, y=others.logit.tolist(), name="no layer", marker_color=_COLOURS["other"], row=1, col=1,
+        text=others.site.tolist(), textposition="none", hovertemplate=f"%{{text}}: %{{y:+.3f}}{hover_end}",
     )  # fmt: skip
-    if len(by_head):
+    if has_heads:
         figure.add_trace(_head_map(by_head, hover_end), row=2, col=1)
         figure.update_yaxes(title="head", showgrid=False, row=2, col=1)
     layers = sorted(int(layer) for layer in in_layers.layer.unique())
     layer_ticks = layers[:: 1 if len(layers) <= 16 else 2]
     figure.update_layout(
-        template=layout_template(), height=700 if len(by_head) else 380, margin=dict(t=84, b=60, l=60, r=20),
+        template=layout_template(), height=700 if has_heads else 380, margin=dict(t=84, b=60, l=60, r=20),
         title=dict(text=_finding(parts, logit_name), y=1, yref="container", yanchor="top", pad=dict(t=14)),
         barmode="group", legend=dict(y=1.01), dragmode=False,
     )  # fmt: skip
     ticks = [*zip(x_positions, others.site, strict=True), *((layer, str(layer)) for layer in layer_ticks)]
     figure.update_xaxes(tickmode="array", tickvals=[x for x, _ in ticks], ticktext=[name for _, name in ticks])
-    figure.update_xaxes(title="layer", row=2 if len(by_head) else 1, col=1)
+    figure.update_xaxes(title="layer", row=1 + has_heads, col=1)
     figure.update_yaxes(title="share of the logit", row=1, col=1)
     return figure
 
@@ -101,16 +89,11 @@ def _head_map(by_head: pd.DataFrame, hover_end: str) -> go.Heatmap:
     """Returns a plotly heat map of the heads' shares of the logit: heads upwards, layers across."""
     grid = by_head.pivot(index="head", columns="layer", values="logit").sort_index()
     return go.Heatmap(
-        x=[int(layer) for layer in grid.columns],
-        y=[f"head {head}" for head in grid.index],
-        z=grid.to_numpy(dtype=float).tolist(),
-        zmid=0,
-        colorscale=_SHARE_COLOURS,
+        x=[int(layer) for layer in grid.columns], y=[f"head {head}" for head in grid.index],
+        z=grid.to_numpy(dtype=float).tolist(), zmid=0, colorscale=_SHARE_COLOURS, xgap=1, ygap=1,
         colorbar=dict(title=dict(text="share", side="right"), thickness=12, x=1.01, len=0.45, y=0.23),
         hovertemplate=f"%{{y}} of layer %{{x}}: %{{z:+.3f}}{hover_end}",
-        xgap=1,
-        ygap=1,
-    )
+    )  # fmt: skip
 
 
 def _finding(parts: pd.DataFrame, logit_name: str) -> str:
@@ -120,8 +103,6 @@ def _finding(parts: pd.DataFrame, logit_name: str) -> str:
     of_layer = "" if pd.isna(top.layer) else f" of layer {top.layer}"
     of_head = "" if pd.isna(top["head"]) else f" head {top['head']}"
     part_name = _PART_NAMES.get(top.site, f"the {top.site}")
-    return (
-        f"Request {row.request_id}, {status} row at position {row.position}: "
-        f"{logit_name} is {parts.logit.sum():.2f};<br>"
-        f"the largest part, {top.logit:+.2f}, is from {part_name}{of_head}{of_layer}"
-    )
+    title = f"Request {row.request_id}, {status} row at position {row.position}: "
+    title += f"{logit_name} is {parts.logit.sum():.2f};<br>"
+    return f"{title}the largest part, {top.logit:+.2f}, is from {part_name}{of_head}{of_layer}"

@@ -1,4 +1,7 @@
-"""Draws two figures of a whole run: agreement by layer for accepted and rejected drafts, and prediction depths."""
+"""Draws curves: agreement by layer for accepted and rejected drafts, prediction depths, accepted draft tokens by layer
+or place, and one column of numbers of any table."""
+
+from functools import partial
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -6,7 +9,7 @@ import plotly.graph_objects as go
 from cacheprobe.analysis.measures import prediction_depth_by_verdict, with_groups
 from cacheprobe.core.values import TableLine
 from cacheprobe.trace.tables.draft_verdicts import NOT_DRAFTED, parting, shares_by_verdict
-from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, set_layout
+from cacheprobe.views.style import STATUS_STYLES, Figure, curve, error_bars, layer_ticks, require_lines, set_layout
 from cacheprobe.views.text import markup, shorten
 
 _MOST_POINTS = 600
@@ -37,13 +40,9 @@ def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
         lines = shares[shares.verdict == verdict]
         if lines.empty:
             continue
-        figure.add_scatter(
-            x=lines.layer.tolist(), y=lines[column].tolist(), mode="lines+markers",
-            name=f"{name} ({lines.rows.max()} readings)",
-            line=dict(color=STATUS_STYLES[style]["color"], dash=dash, width=2),
-            marker=dict(symbol=STATUS_STYLES[style]["symbol"], size=7),
-            hovertemplate=f"{name}, layer %{{x}}: first choice in %{{y:.1%}} of the readings<extra></extra>",
-        )  # fmt: skip
+        hover = f"{name}, layer %{{x}}: first choice in %{{y:.1%}} of the readings"
+        of_line = {**STATUS_STYLES[style], "dash": dash}
+        curve(figure, lines, column, f"{name} ({lines.rows.max()} readings)", hover, of_line)
     below = dict(orientation="h", x=0, y=-0.18, yanchor="top")  # on a narrow page it has a line for each entry
     set_layout(figure, parting(shares), 440, top=56, bottom=130, legend=below, dragmode=False)
     figure.update_xaxes(title="layer", **layer_ticks(shares.layer))
@@ -71,12 +70,9 @@ def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
     token that was never committed.
     Raises: ValueError if no row is left to draw.
     """
-    known = with_groups(depths)
-    if known.empty:
-        raise ValueError(
-            "the table of prediction depths is empty, or every row was fed a draft in vain; a run that reads Z fills it"
-        )
-    figure = Figure()
+    known, figure = with_groups(depths), Figure()
+    empty = "the table of prediction depths is empty, or every row was fed a draft in vain; a run that reads Z fills it"
+    require_lines(known, empty)
     points = "all" if len(known) <= _MOST_POINTS else "outliers"
     for name, status in _BOXES.items():
         rows, style = known[known.group == name], STATUS_STYLES[status]
@@ -115,3 +111,197 @@ def _hover(row: TableLine) -> str:
         f"predicts {row.position + 1}<br>prediction depth: layer {row.prediction_depth}, {row.num_flips} changes of "
         f"first choice<br>{markup(shorten(row.path, 160))}"
     )
+
+
+COLOURS = ("#7c5fbd", "#c2702b", "#2b8cbe", "#2f9e4f", "#d9483b", "#c58f00", "#7b858f", "#b1479b")
+SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon")
+MOST_CURVES = 8
+_NEEDED = ["drafter", "layer", "window", "temperature", "kind", "drafted", "accepted"]
+
+
+def acceptance_curves(table: pd.DataFrame) -> go.Figure:
+    """Returns a plotly figure of the tables of `cp.analysis.acceptance`.
+
+    by="request": tokens that a verify pass commits, over all requests: a curve by layer for each window and temperature
+    of EarlyExit, and a dotted level for each other drafter. by="place": the share of accepted draft tokens, a curve by
+    place in the draft. Of more than 8 curves, the first 8 are drawn. Dashed curves are estimates.
+    Raises: ValueError for an empty table, and for another one.
+    """
+    is_by_place = "place" in table.columns
+    needed = [*_NEEDED, *(() if is_by_place else ("passes", "committed"))]
+    if lacking := [name for name in needed if name not in table.columns]:
+        raise ValueError(f"the table has no column {lacking[0]}; give one from cp.analysis.acceptance(trace, ...)")
+    require_lines(table, "the table of acceptance is empty; replay at least one request")
+    return _by_place(table) if is_by_place else _by_layer(table)
+
+
+def _by_layer(table: pd.DataFrame) -> go.Figure:
+    """Returns the figure of tokens per pass by layer."""
+    keys = ["drafter", "settings", "layer", "window", "temperature", "kind"]
+    summed = table.groupby(keys, dropna=False, sort=False, as_index=False)[["passes", "committed"]].sum()
+    summed["tokens_per_pass"] = summed.committed / summed.passes
+    summed["name"] = [_name(line) for line in summed.itertuples()]
+    figure, layers = Figure(), summed.layer.dropna()
+    groups = list(summed.groupby("name", sort=False))
+    for i, (name, lines) in enumerate(groups[:MOST_CURVES]):
+        dash = _dash(lines)
+        if lines.layer.isna().all():  # a level for a drafter without a layer
+            ends = [layers.min(), layers.max()] if len(layers) else [0, 1]
+            lines, dash = pd.DataFrame({"layer": ends, "tokens_per_pass": lines.tokens_per_pass.iloc[0]}), "dot"
+        _add(figure, i, str(name), lines, "tokens_per_pass", dash, "layer %{x}: %{y:.2f} tokens a pass")
+    best = summed.loc[summed.tokens_per_pass.idxmax()]
+    title = f"Most tokens a pass: {best.tokens_per_pass:.2f}, by {_place_of(best)}, window {best.window}"
+    _finish(figure, title, len(groups))
+    figure.update_xaxes(title="layer of the early exit", **(layer_ticks(layers) if len(layers) else {}))
+    figure.update_yaxes(title="tokens committed in a verify pass", rangemode="tozero")
+    return figure
+
+
+def _by_place(table: pd.DataFrame) -> go.Figure:
+    """Returns the figure of acceptance by place in the draft."""
+    table = table.assign(share=table.accepted / table.drafted)
+    table["name"] = [_name(line, has_layer=True) for line in table.itertuples()]
+    figure, groups = Figure(), list(table.groupby("name", sort=False))
+    for i, (name, lines) in enumerate(groups[:MOST_CURVES]):
+        lines, hover = lines.sort_values("place"), "position %{x} in the draft: %{y:.1%} accepted"
+        _add(figure, i, str(name), lines, "share", _dash(lines), hover, x="place")
+    first = table[table.place == table.place.min()]
+    best = first.loc[first.share.idxmax()]
+    title = f"First draft token accepted at most in {best.share:.0%}, by {_place_of(best)}"
+    _finish(figure, title, len(groups))
+    figure.update_xaxes(title="position in the draft", dtick=max(1, int(table.place.max()) // 8))
+    figure.update_yaxes(title="share of draft tokens accepted", tickformat=".0%", range=[-0.02, 1.04])
+    return figure
+
+
+def _add(
+    figure: go.Figure, i: int, name: str, lines: pd.DataFrame, column: str, dash: str, hover: str, **settings: object
+) -> None:  # fmt: skip
+    """Adds curve number `i` of a column. hover: with plotly's places for the numbers.  settings: as in `curve`."""
+    style = {"color": COLOURS[i], "symbol": SYMBOLS[i], "dash": dash}
+    curve(figure, lines, column, markup(shorten(name, 60)), f"{markup(name)}<br>{hover}", style, **settings)
+
+
+def _finish(figure: go.Figure, title: str, num_curves: int) -> None:
+    """Sets title and layout; the title says how many curves are left out."""
+    more, legend = _left_out(num_curves - MOST_CURVES, "curves"), dict(orientation="h", x=0, y=-0.2, yanchor="top")
+    layout = dict(top=56, bottom=130, left=52, legend=legend, dragmode=False, showlegend=True)
+    set_layout(figure, f"{title}{more}", 420, **layout)
+
+
+def _dash(lines: pd.DataFrame) -> str:
+    """Returns the dash of a curve: solid if exact."""
+    return "solid" if (lines.kind == "exact").all() else "dash"
+
+
+def _name(line: TableLine, has_layer: bool = False) -> str:
+    """Returns the name of the curve that a line belongs to. has_layer: the curve is of one layer."""
+    settings = getattr(line, "settings", None)
+    own = settings if isinstance(settings, str) else line.drafter
+    place = f", layer {line.layer}" if has_layer and not pd.isna(line.layer) else ""
+    heat = f", temperature {line.temperature:g}" if line.temperature else ""
+    return f"{own}{place}, window {line.window}{heat}{'' if line.kind == 'exact' else f', {line.kind}'}"
+
+
+def _place_of(line: pd.Series) -> str:
+    """Returns the drafter of a line with its layer, if it has one, as text of a title."""
+    return markup(str(line.drafter)) + ("" if pd.isna(line.layer) else f" at layer {line.layer}")
+
+
+_ACROSS = ("layer", "position", "step")
+"""Columns that stand on the horizontal axis; the first that a table has."""
+_MOST_BARS = 60
+
+
+def columns_to_draw(table: pd.DataFrame) -> list[str]:
+    """Returns the names of the columns that `column_figure` can draw: numbers, but not those of the horizontal axis;
+    fractions before whole numbers."""
+    across = _across(table)
+    numbers = [str(name) for name in table.select_dtypes("number").columns if name != across]
+    fractions = [name for name in numbers if pd.api.types.is_float_dtype(table[name])]
+    return [*fractions, *(name for name in numbers if name not in fractions)]
+
+
+def column_figure(table: pd.DataFrame, column: str) -> go.Figure:
+    """Returns a plotly figure of one column of numbers. By layer, position or step: a curve for each combination of the
+    text columns' values, at most 8. Without these columns: a bar for each of the first 60 lines.
+
+    table: any. Columns low and high become intervals, if they enclose the values.
+    Raises: ValueError for a column that the table does not have as numbers, and for an empty table.
+    """
+    if column not in columns_to_draw(table):
+        raise ValueError(
+            f"no column of numbers {column!r}; the table has {', '.join(columns_to_draw(table)) or 'none'}"
+        )
+    known = table[table[column].notna()]
+    require_lines(known, f"no line of the table has a value of {column}")
+    across, figure = _across(table), Figure()
+    draw = _draw_bars if across is None else partial(_draw_curves, across=across)
+    left_out = draw(figure, known, column)
+    low, high = known[column].min(), known[column].max()
+    by = f" by {across}" if across else ""
+    title = f"{markup(column)}{by}: from {low:.4g} to {high:.4g}{left_out}"
+    set_layout(figure, title, 380, top=72, bottom=60, left=52, dragmode=False)
+    figure.update_yaxes(title=markup(column))
+    return figure
+
+
+def _across(table: pd.DataFrame) -> str | None:
+    """Returns the column of the horizontal axis; None if the table has none of them as numbers."""
+    numbers = table.select_dtypes("number").columns
+    return next((name for name in _ACROSS if name in numbers and table[name].nunique() > 1), None)
+
+
+def _draw_curves(figure: go.Figure, table: pd.DataFrame, column: str, across: str) -> str:
+    """Adds the curves. Returns what the title says of those that are left out; "" for none."""
+    groups = _groups(table)
+    names = list(dict.fromkeys(groups))
+    for i, name in enumerate(names[:MOST_CURVES]):
+        lines = table[groups == name].sort_values(across, kind="stable")
+        mode = "lines+markers" if lines[across].is_unique else "markers"
+        error_y = error_bars(lines, column) if _has_interval(table, column) else None
+        more = dict(x=across, mode=mode, error_y=error_y, showlegend=len(names) > 1)
+        _add(figure, i, name, lines, column, "solid", f"{across} %{{x}}: %{{y:.4g}}", **more)
+    figure.update_xaxes(title=across, **(layer_ticks(table[across]) if across == "layer" else {}))
+    return _left_out(len(names) - MOST_CURVES, "curves")
+
+
+def _draw_bars(figure: go.Figure, table: pd.DataFrame, column: str) -> str:
+    """Adds the bars. Returns what the title says of the lines that are left out; "" for none."""
+    lines = table.head(_MOST_BARS)
+    names = [f"{name}" if name else f"line {i}" for i, name in enumerate(_groups(lines, most=_MOST_BARS), start=1)]
+    figure.add_bar(
+        x=list(range(len(lines))), y=lines[column].tolist(), marker_color=COLOURS[0],
+        error_y=error_bars(lines, column) if _has_interval(lines, column) else None,
+        customdata=[markup(name) for name in names], hovertemplate="%{customdata}: %{y:.4g}<extra></extra>",
+    )  # fmt: skip
+    labels = [markup(shorten(name, 16)) for name in names]
+    figure.update_xaxes(tickvals=list(range(len(lines))), ticktext=labels)
+    return _left_out(len(table) - len(lines), "lines")
+
+
+def _left_out(count: int, what: str) -> str:
+    """Returns what a title says of curves or lines that are not drawn; "" for none."""
+    return f"; {count} {what} are left out" if count > 0 else ""
+
+
+def _groups(table: pd.DataFrame, most: int = MOST_CURVES) -> pd.Series:
+    """Returns a name for each line: its values of those columns of short texts, in their order, that have several
+    values and together at most `most` combinations."""
+    chosen: list[str] = []
+    for name in map(str, table.columns):
+        is_text = table[name].map(lambda value: isinstance(value, str)).all()
+        if not is_text or table[name].nunique() < 2 or table[name].str.len().max() > 60:
+            continue
+        if table[[*chosen, name]].drop_duplicates().shape[0] <= most:
+            chosen.append(name)
+    if not chosen:
+        return pd.Series("", index=table.index)
+    return table[chosen].astype(str).agg(", ".join, axis=1)
+
+
+def _has_interval(table: pd.DataFrame, column: str) -> bool:
+    """Returns True if the columns low and high enclose every value of a column."""
+    if not {"low", "high"} <= set(table.columns) or column in ("low", "high"):
+        return False
+    return bool(((table.low <= table[column]) & (table[column] <= table.high)).all())

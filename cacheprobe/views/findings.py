@@ -1,12 +1,23 @@
-"""Draws tables of the repository's analyses: patched states and cache slots, forced states, perplexity, beliefs."""
+"""Draws tables of the repository's analyses: forced states, perplexity, beliefs, and answers to the coin task whose
+states or cache slots were changed."""
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from cacheprobe.views.style import Figure, layer_ticks, set_layout
+from cacheprobe.views.style import (
+    GREY,
+    STATUS_STYLES,
+    Figure,
+    curve,
+    interval,
+    layer_ticks,
+    panels,
+    require_lines,
+    set_layout,
+)
+from cacheprobe.views.text import markup
 
-_PATCHES = {"unpatched": "#7b858f", "recovered": "#2f9e4f", "wrong": "#d9483b"}
+_PATCHES = {"unpatched": GREY, "recovered": "#2f9e4f", "wrong": "#d9483b"}
 
 
 def forcing_figure(table: pd.DataFrame) -> go.Figure:
@@ -16,8 +27,7 @@ def forcing_figure(table: pd.DataFrame) -> go.Figure:
     table: lines with state, patch (unpatched, recovered, wrong) and kl.
     Raises: ValueError for an empty table.
     """
-    if table.empty:
-        raise ValueError("there is nothing to draw; force some states")
+    require_lines(table, "there is nothing to draw; force some states")
     figure = Figure()
     for patch, color in _PATCHES.items():
         own = table[table.patch == patch].sort_values("state")
@@ -33,7 +43,7 @@ def forcing_figure(table: pd.DataFrame) -> go.Figure:
     return figure
 
 
-_LENSES = {"logit": ("#7b858f", "dash"), "tuned": ("#7c5fbd", "solid")}
+_LENSES = {"logit": {"color": GREY, "dash": "dash"}, "tuned": {"color": "#7c5fbd"}}
 
 
 def perplexity_figure(table: pd.DataFrame) -> go.Figure:
@@ -43,17 +53,13 @@ def perplexity_figure(table: pd.DataFrame) -> go.Figure:
     table: lines with lens (logit, tuned), layer and perplexity.
     Raises: ValueError for an empty table.
     """
-    if table.empty:
-        raise ValueError("there is nothing to draw; read some layers")
+    require_lines(table, "there is nothing to draw; read some layers")
     figure, said = Figure(), []
-    for lens, (color, dash) in _LENSES.items():
+    for lens, style in _LENSES.items():
         own = table[table.lens == lens].sort_values("layer")
         said.append(f"{int((own.perplexity.diff() > 0).sum())} ({lens} lens)")
-        figure.add_scatter(
-            x=own.layer.tolist(), y=own.perplexity.tolist(), name=f"{lens} lens", mode="lines+markers",
-            line=dict(color=color, dash=dash, width=2),
-            hovertemplate=f"{lens} lens, layer %{{x}}: perplexity %{{y:,.1f}}<extra></extra>",
-        )  # fmt: skip
+        hover = f"{lens} lens, layer %{{x}}: perplexity %{{y:,.1f}}"
+        curve(figure, own, "perplexity", f"{lens} lens", hover, style)
     set_layout(figure, f"Layers at which perplexity rises: {', '.join(said)}", 400)
     figure.update_xaxes(title="layer", **layer_ticks(table.layer))
     figure.update_yaxes(title="perplexity", type="log")
@@ -67,11 +73,10 @@ def simplex_figure(table: pd.DataFrame) -> go.Figure:
     x, y, z at which it is drawn. A corner is certainty of one state.
     Raises: ValueError for an empty table.
     """
-    if table.empty:
-        raise ValueError("there is nothing to draw; give some beliefs")
-    panels = list(dict.fromkeys(table.panel))
-    figure = make_subplots(rows=1, cols=len(panels), subplot_titles=panels, figure=Figure())
-    for column, panel in enumerate(panels, start=1):
+    require_lines(table, "there is nothing to draw; give some beliefs")
+    names = list(dict.fromkeys(table.panel))
+    figure = panels(names)
+    for column, panel in enumerate(names, start=1):
         own = table[table.panel == panel]
         colors = [
             f"rgb({255 * a:.0f},{255 * b:.0f},{255 * c:.0f})" for a, b, c in zip(own.a, own.b, own.c, strict=True)
@@ -86,9 +91,124 @@ def simplex_figure(table: pd.DataFrame) -> go.Figure:
         )  # fmt: skip
         figure.update_yaxes(scaleanchor=f"x{column if column > 1 else ''}", row=1, col=column)
     apart = (((table[["a", "b", "c"]].to_numpy() - table[["x", "y", "z"]].to_numpy()) ** 2).sum(1)) ** 0.5
-    said = [f"{apart[(table.panel == panel).to_numpy()].mean():.3f} ({panel})" for panel in panels]
+    said = [f"{apart[(table.panel == panel).to_numpy()].mean():.3f} ({panel})" for panel in names]
     title = f"Mean distance of a point from the exact belief: {', '.join(said)}"
     set_layout(figure, title, 400, top=90, bottom=24, left=24)
     figure.update_xaxes(range=[-0.1, 1.1], showticklabels=False)
     figure.update_yaxes(range=[-0.1, 1.0], showticklabels=False)
+    return figure
+
+
+_TREATMENTS = {
+    "other coin": {"color": STATUS_STYLES["committed"]["color"]},
+    "own again": {"color": "#2b6cb0", "dash": "dot"},
+    "other names": {"color": GREY, "dash": "dash"},
+    "noise": {"color": STATUS_STYLES["rolled_back"]["color"], "dash": "dashdot"},
+}
+
+
+def carried_figure(table: pd.DataFrame) -> go.Figure:
+    """Returns a plotly figure with one panel for each place in the prompt: by layer, the mean normalised logit
+    difference after the state at this place was replaced. 0 is the model's unchanged answer, 1 the model's answer to
+    the question with the other coin. Each treatment has a line: the state of the question with the other coin, with
+    other names, the own state again, or the own state with noise.
+
+    table: from `cacheprobe_analyses.coin.coin_state_patch`: place, layer, treatment, n, nld, flips.
+    Raises: ValueError for an empty table.
+    """
+    require_lines(table, "the table of patches is empty; there is nothing to draw")
+    places = list(dict.fromkeys(table.place))
+    columns = min(len(places), 5)
+    rows = -(-len(places) // columns)
+    figure = panels([markup(place) for place in places], lines=rows, shared_xaxes=True, shared_yaxes=True)
+    for number, place in enumerate(places):
+        panel = dict(showlegend=not number, row=1 + number // columns, col=1 + number % columns)
+        for name, style in _TREATMENTS.items():
+            lines = table[(table.place == place) & (table.treatment == name)].sort_values("layer")
+            if lines.empty:
+                continue
+            counts = [[int(line.flips), int(line.n)] for line in lines.itertuples()]
+            hover = f"{markup(place)}, layer %{{x}}, {name}: %{{y:.3f}}<br>%{{customdata[0]}} of "
+            hover += "%{customdata[1]} answers flip"
+            curve(figure, lines, "nld", name, hover, style, legendgroup=name, customdata=counts, **panel)
+    swapped = table[table.treatment == next(iter(_TREATMENTS))]
+    best = (swapped if len(swapped) else table).sort_values("nld").iloc[-1]
+    claim = (
+        "One state carries most of the answer" if best.nld > 0.5 else "No state carries half of the answer; the most is"
+    )
+    title = f"{claim} at {markup(best.place)}, layer {best.layer}: {best.nld:.2f}"
+    set_layout(figure, title, 180 + 220 * rows, top=110, legend_y=1.09)  # the legend is above the panels' names
+    figure.update_xaxes(title="layer", row=rows)
+    figure.update_yaxes(title="0 as it was, 1 the other's", col=1)
+    return figure
+
+
+def ways_figure(table: pd.DataFrame) -> go.Figure:
+    """Returns a plotly bar figure: the share of right answers for each change of the model (column `way`), with 95 %
+    intervals and a line at chance.
+
+    table: from `cacheprobe_analyses.thinking.state_or_attention`: way, share, low, high, right, examples, chance.
+    Raises: ValueError for an empty table.
+    """
+    require_lines(table, "the table of ways is empty; there is nothing to draw")
+    figure = Figure()
+    figure.add_bar(
+        x=[markup(way) for way in table.way], y=table.share.tolist(),
+        **interval(table, "share", ".3f", right="right", examples="examples"),
+        marker=dict(color=STATUS_STYLES["committed"]["color"]), showlegend=False,
+        hovertemplate="%{x}: %{customdata}<extra></extra>",
+    )  # fmt: skip
+    chance = float(table.chance.iloc[0])
+    figure.add_hline(y=chance, line=dict(color=GREY, dash="dot"), annotation_text="chance")
+    at_chance = table[table.low <= chance]
+    names = ", ".join(markup(way) for way in at_chance.way) or "no way here"
+    set_layout(figure, f"No more than chance is left with: {names}", 400, top=72, bottom=96)
+    figure.update_yaxes(title="answers right", range=[0, 1.03])
+    return figure
+
+
+_SLOT_TREATMENTS = {  # colour, texture
+    "swapped": (STATUS_STYLES["committed"]["color"], ""),
+    "masked": (STATUS_STYLES["superseded"]["color"], "/"),
+    "other names": (GREY, "x"),
+    "noise": (STATUS_STYLES["rolled_back"]["color"], "."),
+    "own again": ("#2b6cb0", "-"),
+}
+
+
+def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int | None = None) -> go.Figure:
+    """Returns a plotly bar figure of the mean normalised logit difference, for each changed part of the cache and each
+    treatment: swapped with the other question, masked, noise, and two controls. 0 is the model's unchanged answer, 1
+    the model's answer with the other coin.
+
+    effects: from `cacheprobe_analyses.coin.coin_rows`: people, unit, where, treatment, n, total, flips.
+    unit: "span" (several cache slots) or "row" (one cache slot).
+    people: only questions about this many people; None for all.
+    Raises: ValueError if no line has this unit and number of people.
+    """
+    chosen = effects[effects.unit == unit]
+    if people is not None:
+        chosen = chosen[chosen.people == people]
+    if chosen.empty:
+        raise ValueError(
+            f"no effects of unit {unit!r} and {people} people; the table has {', '.join(effects.unit.unique())} and "
+            f"{', '.join(map(str, sorted(effects.people.unique())))} people"
+        )
+    summed = chosen.groupby(["where", "treatment"], sort=False)[["n", "total", "flips"]].sum().reset_index()
+    summed["nld"] = summed.total / summed.n
+    figure = Figure()
+    for name, (colour, texture) in _SLOT_TREATMENTS.items():
+        lines = summed[summed.treatment == name]
+        figure.add_bar(
+            x=[markup(where) for where in lines["where"]], y=lines.nld.tolist(), name=name,
+            marker=dict(color=colour, pattern=dict(shape=texture)),
+            customdata=[[int(row.flips), int(row.n)] for row in lines.itertuples()],
+            hovertemplate=f"%{{x}}, {name}: %{{y:.3f}}<br>%{{customdata[0]}} of %{{customdata[1]}} flip<extra></extra>",
+        )  # fmt: skip
+    swapped = summed[(summed.treatment == "swapped") & (summed["where"] != "all rows")]
+    best = swapped.loc[swapped.nld.idxmax()]
+    noun = "slot" if unit == "row" else unit
+    title = f"The {noun} whose swap brings over most: {markup(best['where'])}, {best.nld:.2f}"
+    set_layout(figure, title, 380, top=72, bottom=72, barmode="group", dragmode=False)
+    figure.update_yaxes(title="0 as it was, 1 as the other question")
     return figure

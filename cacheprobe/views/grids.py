@@ -6,12 +6,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.values import TableLine
 from cacheprobe.ops.statistics import cell_correlations
-from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, set_layout
+from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, panels, require_lines, set_layout
 from cacheprobe.views.text import markup, token_label, visible
 
 _CHANGE_COLOURS = ["#a87900", "#f0d58a", "#f3f0f9", "#aa97d6", "#4a2c8f"]
@@ -104,8 +103,7 @@ def patching_grid(
         if "head" not in table.columns or not (table["head"] == head).any():
             raise ValueError(f"there is no head {head} in this grid; leave out head=, or patch with heads=True")
         table = table[table["head"] == head]
-    if table.empty:
-        raise ValueError("the table of the grid is empty; there is nothing to draw")
+    require_lines(table, "the table of the grid is empty; there is nothing to draw")
     change = next((change for change in _ANSWER_CHANGES if change in table.columns), None)
     cells = _cells(table, value, change)
     layers, positions = (sorted(cells[axis].unique().tolist()) for axis in ("layer", "position"))
@@ -138,9 +136,8 @@ def _cells(table: pd.DataFrame, value: str, change: str | None) -> pd.DataFrame:
     the patches), turned (share of patches for which the column `change` is True), token, n (patches), hover."""
     turned = table[change].astype(float) if change else 0.0
     grouped = table.assign(value=table[value].astype(float), turned=turned).groupby(["layer", "position"])
-    cells = grouped.agg(
-        value=("value", "mean"), turned=("turned", "mean"), token=("token", "first"), n=("value", "size")
-    ).reset_index()
+    means = dict(value=("value", "mean"), turned=("turned", "mean"), token=("token", "first"), n=("value", "size"))
+    cells = grouped.agg(**means).reset_index()
     cells["hover"] = [
         f"layer {c.layer} · position {c.position} · <b>{markup(visible(c.token))}</b><br>{value} {c.value:.3f}"
         + (f", mean of {c.n}" if c.n > 1 else "")
@@ -169,7 +166,7 @@ def attribution_patching_grid(grid: PatchingResult | pd.DataFrame, *, head: int 
     maps = [single.data[0] for single in singles]
     low, high = min(one.zmin for one in maps), max(one.zmax for one in maps)
     names = ("estimated from gradients", "real patching")
-    figure = make_subplots(rows=1, cols=2, shared_yaxes=True, subplot_titles=names, figure=Figure())
+    figure = panels(names, shared_yaxes=True)
     for column, (single, one) in enumerate(zip(singles, maps, strict=True), 1):
         one.update(zmin=low, zmax=high, showscale=column == len(maps))
         figure.add_trace(one, row=1, col=column)
@@ -198,8 +195,7 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
 
     Raises: ValueError for an empty table, and for a table of several rejections.
     """
-    if table.empty:
-        raise ValueError("the table of edits is empty; there is nothing to draw")
+    require_lines(table, "the table of edits is empty; there is nothing to draw")
     if table[["request_id", "step"]].drop_duplicates().shape[0] > 1:
         raise ValueError("the table holds several rejections; give the lines of one request and step")
     columns = list(dict.fromkeys(zip(table.edit, table.site, strict=True)))
@@ -280,13 +276,11 @@ def routing_figure(table: pd.DataFrame, request_id: int | None = None) -> go.Fig
     request_id: default: the first of the table.
     Raises: ValueError for a table without lines of this request.
     """
-    if table.empty:
-        raise ValueError("the table of routing is empty; there is nothing to draw")
+    require_lines(table, "the table of routing is empty; there is nothing to draw")
     request = int(table.request_id.iloc[0]) if request_id is None else request_id
     own = table[(table.request_id == request) & (table.status != "superseded")]
     kept, rejected = own[own.status == "committed"], own[own.status.isin(("rolled_back", "given_up"))]
-    if own.empty:
-        raise ValueError(f"the table has no routing of request {request}")
+    require_lines(own, f"the table has no routing of request {request}")
     places = sorted(set(zip(own.layer.astype(int), own.expert.astype(int), strict=True)))
     heights = {place: height for height, place in enumerate(places)}
     positions = sorted(int(p) for p in own.position.unique())

@@ -1,14 +1,11 @@
-"""Turns figures into PNG, SVG or PDF with kaleido, whose Chromium browser starts once and runs until the program ends;
-prints SVG files as PDF with a Chromium of its own."""
+"""Turns figures and SVG files into PNG, SVG or PDF with kaleido, whose Chromium browser starts once and runs until the
+program ends."""
 
 import os
-import subprocess
 import textwrap
 from base64 import b64encode
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
 
 import plotly.graph_objects as go
@@ -18,8 +15,6 @@ SCALE = 2
 """Pixels of a PNG for each pixel of the figure."""
 SECONDS = 90
 """Longest time in seconds for one picture, the start of the browser included."""
-_QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-          "--disable-background-networking", "--disable-component-update", "--no-pdf-header-footer")  # fmt: skip
 _TITLE_COLUMN, _TITLE_LINE = 8.2, 22
 """Average width of a title's letter, and height of a title's line, in pixels."""
 
@@ -78,32 +73,13 @@ def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
     """Returns an SVG file, given as text (`markup`), as the bytes of a PNG or a PDF. The PDF keeps lines and letters as
     vectors.
 
-    width, height: of the SVG, in pixels.  kind: "png"; any other text gives a PDF.
+    width, height: of the SVG, in pixels.  kind: "png" or "pdf".
     Raises: ImageError if the file cannot be drawn.
     """
-    if kind == "png":
-        return image(_figure_of_svg(markup, width, height), kind)
-    require_browser()
-    page = f"<style>@page{{size:{width}px {height}px;margin:0}}body{{margin:0}}svg{{display:block}}</style>{markup}"
-    with TemporaryDirectory(prefix="cacheprobe-") as folder:
-        source, pdf = Path(folder) / "page.html", Path(folder) / "page.pdf"
-        source.write_text(f'<!doctype html><meta charset="utf-8">{page}', encoding="utf-8")
-        options = [*_QUIET, f"--user-data-dir={folder}/profile", f"--print-to-pdf={pdf}", source.as_uri()]
-        try:
-            subprocess.run([str(browser_path()), *options], capture_output=True, timeout=SECONDS, check=False)
-        except subprocess.TimeoutExpired:
-            pass
-        if not pdf.exists():
-            raise ImageError(f"{browser_path()} printed nothing within {SECONDS} s; does it start, with --headless?")
-        return pdf.read_bytes()
-
-
-def _figure_of_svg(markup: str, width: int, height: int) -> go.Figure:
-    """Returns a plotly figure of this width and height in pixels that shows only the SVG file `markup`."""
     source = "data:image/svg+xml;base64," + b64encode(markup.encode()).decode()
     whole = dict(xref="paper", yref="paper", x=0, y=1, sizex=1, sizey=1, sizing="stretch", source=source)
     bare = dict(margin=dict(t=0, b=0, l=0, r=0), xaxis_visible=False, yaxis_visible=False)
-    return go.Figure(layout=go.Layout(images=[whole], width=width, height=height, **bare))
+    return image(go.Figure(layout=go.Layout(images=[whole], width=width, height=height, **bare)), kind)
 
 
 def _for_paper(figure: go.Figure, width: int) -> go.Figure:

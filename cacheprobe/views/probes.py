@@ -1,40 +1,36 @@
 """Draws what hidden states tell by layer, with baselines and 95 % intervals: probes, rollback predictions, final
 choices, rejected tokens, and how a state is computed."""
 
+from collections.abc import Iterator
+
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from cacheprobe.core.hook_names import site_label
-from cacheprobe.views.style import STATUS_STYLES, Figure, interval, layer_ticks, set_layout
+from cacheprobe.views.style import (
+    STATUS_STYLES,
+    Figure,
+    baseline,
+    curve,
+    interval,
+    layer_ticks,
+    panels,
+    require_lines,
+    set_layout,
+)
 from cacheprobe.views.text import markup, shorten
 
-_SITES = {"S": ("#7c5fbd", "circle"), "T": ("#2b8cbe", "diamond"), "C": ("#c2702b", "square")}
+_SITES = {
+    "S": {"color": "#7c5fbd", "symbol": "circle"},
+    "T": {"color": "#2b8cbe", "symbol": "diamond"},
+    "C": {"color": "#c2702b", "symbol": "square"},
+}
+_REJECTED = {"color": "#d9483b", "symbol": "x"}
 _PANEL_COLUMNS = 22
 """Largest width of the name above a panel, in columns of a monospaced font."""
-_GREY = "#7b858f"
 _BASELINES = {"untrained": "dash", "embedding": "dot", "majority": "solid"}
 _CONTROLS = {"position": ("position alone", "dash"), "margin": ("margin alone", "dot"),
              "shuffled": ("labels shuffled", "solid")}  # fmt: skip
-
-
-def _curve(figure: go.Figure, lines: pd.DataFrame, column: str, name: str, hover: str, **settings: object) -> None:
-    """Adds a curve of a column by layer. hover: with plotly's places for the numbers.  settings: of the curve, as
-    plotly names them."""
-    settings = {"mode": "lines+markers", "hovertemplate": f"{hover}<extra></extra>", **settings}
-    figure.add_scatter(x=lines.layer.tolist(), y=lines[column].tolist(), name=name, **settings)
-
-
-def _drafter_panels(table: pd.DataFrame) -> tuple[Figure, list[tuple[str, pd.DataFrame, dict[str, object]]]]:
-    """Returns (a figure with a panel for each drafter, list of the panels). A panel is (name of the drafter, its lines
-    by layer, plotly's settings of its curves); the first panel's curves are in the legend."""
-    drafters = list(dict.fromkeys(table.drafter))
-    figure = make_subplots(rows=1, cols=len(drafters), shared_yaxes=True, subplot_titles=drafters, figure=Figure())
-    panels: list[tuple[str, pd.DataFrame, dict[str, object]]] = [
-        (drafter, table[table.drafter == drafter].sort_values("layer"), dict(row=1, col=i, showlegend=i == 1))
-        for i, drafter in enumerate(drafters, start=1)
-    ]
-    return figure, panels
 
 
 def probe_figure(table: pd.DataFrame) -> go.Figure:
@@ -45,28 +41,23 @@ def probe_figure(table: pd.DataFrame) -> go.Figure:
     embeddings, and the most common class.
     Raises: ValueError for an empty table.
     """
-    if table.empty:
-        raise ValueError("the table of probes is empty; fit some")
+    require_lines(table, "the table of probes is empty; fit some")
     places = list(dict.fromkeys(zip(table["at"], table.place, strict=True)))
-    titles = [_place_name(*place, most=_PANEL_COLUMNS) for place in places]
-    figure = make_subplots(rows=1, cols=len(places), shared_yaxes=True, subplot_titles=titles, figure=Figure())
+    figure = panels([_place_name(*place, most=_PANEL_COLUMNS) for place in places], shared_yaxes=True)
     for column, (at, place) in enumerate(places, start=1):
-        of_place = table[(table["at"] == at) & (table.place == place)]
-        panel = dict(row=1, col=column, showlegend=column == 1)
+        of_place = table[(table["at"] == at) & (table.place == place)].sort_values("layer", kind="stable")
+        panel, where = dict(row=1, col=column, showlegend=column == 1), _place_name(at, place)
         for site in [site for site in _SITES if (of_place.site == site).any()]:
-            (color, symbol), name = _SITES[site], site_label(site)
-            lines = of_place[of_place.site == site].sort_values("layer")
-            _curve(
-                figure, lines, "accuracy", name, f"{site}, layer %{{x}}, {_place_name(at, place)}: %{{customdata}}",
-                line=dict(color=color, width=2), marker=dict(symbol=symbol, size=6), legendgroup=site, **panel,
-                **interval(lines, "accuracy", ".3f", examples="examples", groups="groups"),
-            )  # fmt: skip
-        first = of_place[of_place.site == of_place.site.iloc[0]].sort_values("layer")
+            lines = of_place[of_place.site == site]
+            shown = interval(lines, "accuracy", ".3f", examples="examples", groups="groups")
+            hover = f"{site}, layer %{{x}}, {where}: %{{customdata}}"
+            curve(figure, lines, "accuracy", site_label(site), hover, _SITES[site], legendgroup=site, **panel, **shown)
+        first_site = table[(table["at"] == at) & (table.place == place)].site.iloc[0]
+        first = of_place[of_place.site == first_site]
         for name, dash in _BASELINES.items():
             if first[name].notna().all():
-                hover = f"{name}, layer %{{x}}, {_place_name(at, place)}: %{{y:.3f}}"
-                line = dict(color=_GREY, dash=dash, width=1.5)
-                _curve(figure, first, name, name, hover, mode="lines", line=line, legendgroup=name, **panel)
+                hover = f"{name}, layer %{{x}}, {where}: %{{y:.3f}}"
+                baseline(figure, first, name, name, hover, dash, legendgroup=name, **panel)
     above = table[table.is_above].groupby(["at", "place"]).ngroups
     title = f"At {above} of {len(places)} places some layer tells the state better than any baseline"
     set_layout(figure, title, 420, top=110, legend_y=1.09)  # the legend is above the panels' names
@@ -83,6 +74,14 @@ def _place_name(at: str, place: object, most: int = 200) -> str:
     return "prompt's last token" if place == -1 else markup(shorten(f"{at} {place}", most))
 
 
+def _by_drafter(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, dict[str, object]]]:
+    """Yields (name of a drafter, its lines by layer, plotly's settings of the curves in its panel); the first panel's
+    curves are in the legend."""
+    for i, drafter in enumerate(dict.fromkeys(table.drafter), start=1):
+        lines = table[table.drafter == drafter].sort_values("layer")
+        yield drafter, lines, dict(row=1, col=i, showlegend=i == 1)
+
+
 def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.Figure:
     """Returns a plotly figure of the AUROC by layer with which probes of hidden states predict a rollback: one panel
     for each drafter. Grey lines are controls: position alone, the top-two margin of the logits alone, and shuffled
@@ -93,22 +92,16 @@ def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.F
     Raises: ValueError if the table has no line of this unit.
     """
     rows = table[table.unit == unit] if len(table) else table
-    if rows.empty:
-        raise ValueError(f"there is no line of unit {unit!r} to draw: too few rollbacks, or another unit was asked for")
+    require_lines(rows, f"there is no line of unit {unit!r} to draw: too few rollbacks, or another unit was asked for")
     rows = rows.assign(drafter=rows.drafter.map(markup))
-    figure, panels = _drafter_panels(rows)
-    for drafter, lines, panel in panels:
-        _curve(
-            figure, lines, "auroc", "states", f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}",
-            line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=7), **panel,
-            **interval(lines, "auroc", ".3f"),
-        )  # fmt: skip
+    figure = panels(rows.drafter.unique().tolist(), shared_yaxes=True)
+    for drafter, lines, panel in _by_drafter(rows):
+        hover = f"states before {drafter}'s {unit}, layer %{{x}}: %{{customdata}}"
+        curve(figure, lines, "auroc", "states", hover, _REJECTED, **panel, **interval(lines, "auroc", ".3f"))
         for column, (name, dash) in _CONTROLS.items():
-            hover, line = f"{name}, {drafter}, layer %{{x}}: %{{y:.3f}}", dict(color=_GREY, dash=dash, width=1.5)
-            _curve(figure, lines, column, name, hover, mode="lines", line=line, **panel)
+            baseline(figure, lines, column, name, f"{name}, {drafter}, layer %{{x}}: %{{y:.3f}}", dash, **panel)
     last = rows.sort_values("layer").groupby("drafter", sort=False).tail(1)
-    better = [line.drafter for line in last.itertuples() if line.gain_low > 0]
-    drafter_names = ", ".join(better) or "no drafter here"
+    drafter_names = ", ".join(last.drafter[last.gain_low > 0]) or "no drafter here"
     title = f"States foretell a rollback better than position or margin for {drafter_names}"
     set_layout(figure, title, 400, top=110)
     figure.update_xaxes(title="layer", **layer_ticks(rows.layer, 6))
@@ -136,27 +129,19 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
     empty.
     Raises: ValueError for an empty table of probes.
     """
-    if probes.empty:
-        raise ValueError("the table of probes is empty; give the lines of one model")
+    require_lines(probes, "the table of probes is empty; give the lines of one model")
     last_place = probes[probes.place == probes.place.max()]
     kinds = [kind for kind in _KINDS if len(patches) and (patches.kind == kind).any()]
-    titles = [
-        f"probes after {last_place.place.iloc[0]} operations",
-        *(f"first actions {_KINDS[kind]}" for kind in kinds),
-    ]
-    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles, figure=Figure())
+    titles = [f"first actions {_KINDS[kind]}" for kind in kinds]
+    figure = panels([f"probes after {last_place.place.iloc[0]} operations", *titles])
     for label, (style, name) in _LABELS.items():
         lines = last_place[last_place.label == label].sort_values("layer")
         if lines.empty:
             continue
-        _curve(
-            figure, lines, "accuracy", name, f"{name}, layer %{{x}}: %{{customdata}}", row=1, col=1,
-            line=dict(color=style["color"], dash=style["dash"], width=2), marker=dict(symbol=style["symbol"], size=7),
-            **interval(lines, "accuracy", ".3f", examples="examples", groups="groups"),
-        )  # fmt: skip
-        figure.add_scatter(
-            x=lines.layer.tolist(), y=lines.majority.tolist(), name=f"commonest {name}", mode="lines", row=1, col=1,
-            line=dict(color="#7b858f", dash=style["dash"], width=1.5), hoverinfo="skip",
+        shown = interval(lines, "accuracy", ".3f", examples="examples", groups="groups")
+        curve(figure, lines, "accuracy", name, f"{name}, layer %{{x}}: %{{customdata}}", style, row=1, col=1, **shown)
+        baseline(
+            figure, lines, "majority", f"commonest {name}", "", style["dash"], hoverinfo="skip", row=1, col=1
         )  # fmt: skip
     for column, kind in enumerate(kinds, start=2):
         effects = patches[patches.kind == kind].pivot(index="layer", columns="position", values="nld")
@@ -177,14 +162,12 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
 def _first_layers(probes: pd.DataFrame) -> str:
     """Returns the figure's title: for parity and state, the first layer at which a probe has an accuracy of 95 % or
     more, or else the highest accuracy."""
-    best = probes.groupby("label").accuracy.max()
-    first_layer = {label: lines[lines.accuracy >= 0.95].layer.min() for label, lines in probes.groupby("label")}
-    claims = [
-        f"{label} at layer {first_layer[label]}"
-        if pd.notna(first_layer[label])
-        else f"{label} never (at most {best[label]:.2f})"
-        for label in ("parity", "state")
-    ]
+    claims = []
+    for label in ("parity", "state"):
+        lines = probes[probes.label == label]
+        first_layer = lines[lines.accuracy >= 0.95].layer.min()
+        never = f"{label} never (at most {lines.accuracy.max():.2f})"
+        claims.append(never if pd.isna(first_layer) else f"{label} at layer {first_layer}")
     return f"Read with 95 % accuracy: {', '.join(claims)}"
 
 
@@ -199,17 +182,15 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
     table: kind, layer, share, low, high (95 %), chance.
     Raises: ValueError for an empty table.
     """
-    if table.empty:
-        raise ValueError("the table of final choices is empty; read some rows")
+    require_lines(table, "the table of final choices is empty; read some rows")
     table = table.assign(kind=table.kind.map(markup))
-    figure = Figure()
-    halfway = []
+    figure, halfway = Figure(), []
     for kind, color in zip(dict.fromkeys(table.kind), _COLORS, strict=False):
         lines = table[table.kind == kind].sort_values("layer")
         shares, hover = interval(lines, "share", ".1%", rows="rows"), f"{kind}, layer %{{x}}: %{{customdata}}"
-        _curve(figure, lines, "share", kind, hover, line=dict(color=color, width=2), **shares)
+        curve(figure, lines, "share", kind, hover, {"color": color}, **shares)
         hover, line = f"{kind}, another row's choice, layer %{{x}}: %{{y:.1%}}", dict(color=color, width=1, dash="dot")
-        _curve(figure, lines, "chance", f"{kind}: another row's choice", hover, mode="lines", line=line)
+        baseline(figure, lines, "chance", f"{kind}: another row's choice", hover, "dot", line=line)
         at_least_half = lines[lines.share >= 0.5]
         if len(at_least_half):
             halfway.append(f"{kind} from layer {at_least_half.layer.iloc[0]}")
@@ -230,19 +211,14 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
     table: drafter, layer, share, low, high (95 %), control (the dotted line).
     Raises: ValueError for an empty table.
     """
-    if table.empty:
-        raise ValueError("no draft was rejected, so there is nothing to draw")
+    require_lines(table, "no draft was rejected, so there is nothing to draw")
     table = table.assign(drafter=table.drafter.map(markup))
-    figure, panels = _drafter_panels(table)
-    control = "another row's rejected token"
-    for drafter, lines, panel in panels:
-        _curve(
-            figure, lines, "share", "the rejected token", f"{drafter}, layer %{{x}}: %{{customdata}}",
-            line=dict(color="#d9483b", width=2), marker=dict(symbol="x", size=6), **panel,
-            **interval(lines, "share", ".1%", rejected="rejected drafts"),
-        )  # fmt: skip
-        hover, line = f"{drafter}, {control}, layer %{{x}}: %{{y:.1%}}", dict(color=_GREY, dash="dot", width=1.5)
-        _curve(figure, lines, "control", control, hover, mode="lines", line=line, **panel)
+    figure, control = panels(table.drafter.unique().tolist(), shared_yaxes=True), "another row's rejected token"
+    for drafter, lines, panel in _by_drafter(table):
+        shares, hover = interval(lines, "share", ".1%", rejected="rejected drafts"), f"{drafter}, layer %{{x}}: "
+        curve(figure, lines, "share", "the rejected token", f"{hover}%{{customdata}}", _REJECTED, **panel, **shares)
+        hover = f"{drafter}, {control}, layer %{{x}}: %{{y:.1%}}"
+        baseline(figure, lines, "control", control, hover, "dot", **panel)
     until = table[table.share > 0.5].groupby("drafter", sort=False).layer.max()
     by_first_layer = dict.fromkeys(table.sort_values("layer").drafter)
     held_until = [f"{drafter} until layer {int(until[drafter])}" for drafter in by_first_layer if drafter in until]

@@ -5,12 +5,13 @@ other requests. Textures, signs and labels beside the colours help readers witho
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import SupportsInt
 
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 FIGURE_CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 """plotly's settings of every figure, on a page or in a notebook; the button that uploads the data stays off."""
@@ -38,6 +39,9 @@ STATUS_STYLES = {
     "given_up": {"color": "#7b858f", "dash": "dot", "symbol": "circle-open"},
 }
 """Colour, line dash and marker of each row status in plotly figures, readable on white and on black."""
+
+GREY = "#7b858f"
+"""Colour of baselines and controls in plotly figures."""
 
 _SCALES = {
     False: ["#f3f0f9", "#d5cbeb", "#aa97d6", "#7c5fbd", "#4a2c8f"],
@@ -79,6 +83,39 @@ def layer_ticks(layers: Iterable[SupportsInt], most: int = 8) -> dict[str, int]:
     numbers = sorted({int(layer) for layer in layers})
     span = numbers[-1] - numbers[0]
     return {"tick0": numbers[0], "dtick": next(step for step in (1, 2, 5, 10, 20, 50, 10**6) if span <= step * most)}
+
+
+def panels(titles: Sequence[str], *, lines: int = 1, **settings: object) -> Figure:
+    """Returns a figure with a panel for each title, side by side in `lines` lines. settings: of make_subplots."""
+    columns = -(-len(titles) // lines)
+    return make_subplots(rows=lines, cols=columns, subplot_titles=titles, figure=Figure(), **settings)
+
+
+def curve(
+    figure: go.Figure, table: pd.DataFrame, column: str, name: str, hover: str, style: Mapping[str, str],
+    *, x: str = "layer", **settings: object,
+) -> None:  # fmt: skip
+    """Adds a curve of a column by column `x`. hover: hover text, with plotly's places for the numbers.  style: color,
+    and perhaps dash and symbol, as in STATUS_STYLES.  settings: of the curve, as plotly names them."""
+    line = dict(color=style["color"], dash=style.get("dash", "solid"), width=2)
+    marker = dict(symbol=style.get("symbol", "circle"), size=6)
+    settings = {"mode": "lines+markers", "line": line, "marker": marker, **settings}
+    x_values, y_values = table[x].tolist(), table[column].tolist()
+    figure.add_scatter(x=x_values, y=y_values, name=name, hovertemplate=f"{hover}<extra></extra>", **settings)
+
+
+def baseline(
+    figure: go.Figure, table: pd.DataFrame, column: str, name: str, hover: str, dash: str, **settings: object
+) -> None:
+    """Adds a thin grey line of a column by layer, for comparison. hover, settings: as in `curve`."""
+    line = dict(color=GREY, dash=dash, width=1.5)
+    curve(figure, table, column, name, hover, {"color": GREY}, mode="lines", **{"line": line, **settings})
+
+
+def require_lines(table: pd.DataFrame, message: str) -> None:
+    """Raises: ValueError with this message for an empty table."""
+    if table.empty:
+        raise ValueError(message)
 
 
 def _configured(settings: Mapping[str, object]) -> dict[str, object]:

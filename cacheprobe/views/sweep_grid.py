@@ -6,9 +6,8 @@ from typing import TypeVar
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, set_layout
+from cacheprobe.views.style import STATUS_STYLES, curve, layer_ticks, panels, require_lines, set_layout
 from cacheprobe.views.text import markup, shorten
 
 MOST = 8
@@ -52,8 +51,7 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
         if name not in layers.columns:
             raise ValueError(f"unknown column {name!r}; the table has {', '.join(map(str, layers.columns))}")
     table = layers[layers.status == "committed"]
-    if table.empty:
-        raise ValueError("no committed row was read: the table is empty; a sweep whose run.capture has Z fills it")
+    require_lines(table, "no committed row was read: the table is empty; a sweep whose run.capture has Z fills it")
     table = table.assign(
         **{name: table[name].astype(object).where(table[name].notna(), NONE) for name in (rows, columns)}
     )
@@ -63,26 +61,18 @@ def sweep_grid(layers: pd.DataFrame, rows: str, columns: str, value: str = "agre
             raise ValueError(f"{name} has {len(values)} values, at most {MOST} are drawn; choose some of them first")
     means = table.groupby([rows, columns, "layer"])[value].agg(["mean", "size"])
     titles = [shorten(f"{columns}={b}", 32) for b in across] + [""] * (len(across) * (len(down) - 1))
-    figure = make_subplots(
-        len(down), len(across), shared_xaxes=True, shared_yaxes=True, figure=Figure(), column_titles=None,
-        subplot_titles=[markup(title) for title in titles], vertical_spacing=0.08 / len(down),
-        horizontal_spacing=0.02,
-    )  # fmt: skip
-    style = STATUS_STYLES["committed"]
+    spacing = dict(vertical_spacing=0.08 / len(down), horizontal_spacing=0.02)
+    shared = dict(shared_xaxes=True, shared_yaxes=True)
+    figure = panels([markup(title) for title in titles], lines=len(down), **shared, **spacing)
     for i, a in enumerate(down):
         for j, b in enumerate(across):
             if (a, b) not in means.index.droplevel("layer"):
                 continue
             panel = means.loc[(a, b)]
             panel_name = markup(f"{rows}={a}, {columns}={b}")
-            figure.add_scatter(
-                x=panel.index.tolist(), y=panel["mean"].tolist(), customdata=panel["size"].tolist(),
-                row=i + 1, col=j + 1,
-                mode="lines+markers", name=panel_name, showlegend=False, line=dict(color=style["color"], width=2),
-                marker=dict(symbol=style["symbol"], size=5),
-                hovertemplate=f"{panel_name}<br>layer %{{x}}: %{{y:.3f}}, committed rows, mean of %{{customdata}} cells"
-                "<extra></extra>",
-            )  # fmt: skip
+            hover = f"{panel_name}<br>layer %{{x}}: %{{y:.3f}}, committed rows, mean of %{{customdata}} cells"
+            more = dict(row=i + 1, col=j + 1, customdata=panel["size"].tolist(), showlegend=False)
+            curve(figure, panel.reset_index(), "mean", panel_name, hover, STATUS_STYLES["committed"], **more)
         figure.update_yaxes(title=markup(shorten(f"{rows}={a}", _NAME)), row=i + 1, col=1)
     figure.update_xaxes(**layer_ticks(table.layer))
     figure.update_xaxes(title="layer", row=len(down))

@@ -40,6 +40,25 @@ def token_label(text: str, width: int) -> str:
     return shorten(visible(text), width)
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun, such as "1 token", "2 tokens" or "3 passes"."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{plural * (count != 1)}"
+
+
+def stretch(noun: str, first: object, last: object) -> str:
+    """Returns text such as "slot 3" or "slots 3 to 7"; both ends count."""
+    return f"{noun} {first}" if first == last else f"{noun}s {first} to {last}"
+
+
+def runs_of(numbers: list[int]) -> list[tuple[int, int]]:
+    """Returns a list of (first, last), one for each unbroken run of whole numbers in a sorted list: [1, 2, 3, 7] gives
+    [(1, 3), (7, 7)]."""
+    known = set(numbers)
+    starts = [n for n in numbers if n - 1 not in known]
+    return list(zip(starts, [n for n in numbers if n + 1 not in known], strict=True))
+
+
 def markup(text: str) -> str:
     """Returns the text escaped for HTML, SVG and plotly, so that <b> or <|im_start|> is shown and not read as a tag."""
     return escape(str(text), quote=True)

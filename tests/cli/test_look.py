@@ -16,8 +16,8 @@ from cacheprobe.cli import look as cli_look
 from cacheprobe.core import export, terminal
 from cacheprobe.core.export import write_table
 from cacheprobe.core.terminal import Listing
+from cacheprobe.views.rejected import rejections_listing, rejections_section
 from cacheprobe.views.report.listings import request_listings, run_listings
-from cacheprobe.views.report.rejections import rejections_listing, rejections_section
 from tests.tiny import PROMPTS, SMALL, loaded
 
 

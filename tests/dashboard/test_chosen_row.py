@@ -1,20 +1,31 @@
-"""The page speaks of the row that was chosen, whatever its status: sentence, card, tips and titles."""
+"""The page speaks of the row that was chosen, whatever its status: sentence, card, tips and titles; and, in a browser,
+of the row that was clicked."""
 
 import re
+from html import unescape
+from typing import Any
 
+import pandas as pd
 import pytest
+from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
 from cacheprobe.views.dashboard.reader import RECORDED
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import lens
+from tests.dash_page import answered, opened, served
 from tests.tiny import PROMPTS, SMALL, loaded
 
+OUTCOMES = {"accepted": "accepted", "rejected": "rolled back", "never_judged": "given up"}
+"""What the page says of the draft of a superseded row, by its verdict.
+
+Such a row was fed a committed token, so a draft that was never judged was given up."""
 STATUSES = ("committed", "superseded", "rolled_back", "given_up")
 
 
 @pytest.fixture(scope="module")
 def trace() -> cp.Trace:
+    """A run in which requests lose their cache rows while drafts are open: it has rows of all four kinds."""
     settings = dict(max_kv_tokens=110, window=8, prefill_chunk=16, pad_prefill=True)
     return cp.run(loaded(), PROMPTS, **{**SMALL, **settings}, drafter=cp.drafters.EarlyExit(layer=0))
 
@@ -81,3 +92,51 @@ def test_a_tip_of_a_row_that_was_fed_a_rejected_token_compares_nothing(trace: cp
     for row in lost.row.unique():
         column = picture.split(f'data-row="{row}"')[1].split('<g class="column"')[0]
         assert "no committed token can be compared" in column and "committed &lt;" not in column
+
+
+def last_readings(trace: cp.Trace) -> pd.DataFrame:
+    """Of each row the reading of its last layer, beside the first choice of the committed row at its position."""
+    readings = cp.analysis.lens_readings(trace, include_rolled_back=True)
+    table, keys = readings.sort_values("layer").drop_duplicates("row", keep="last"), ["request_id", "position"]
+    canonical = table[table.status == "committed"][[*keys, "token", "row"]]
+    return table.merge(canonical, on=keys, how="left", suffixes=("", "_canonical"))
+
+
+@pytest.mark.parametrize("verdict", [*OUTCOMES])
+def test_a_superseded_row_is_spoken_of_with_its_own_draft(trace: cp.Trace, run_list: RunList, verdict: str) -> None:
+    """A draft that was given up, too: the page told of the one that was drafted there later."""
+    table = last_readings(trace)
+    row = next(table[(table.status == "superseded") & (table.verdict == verdict)].itertuples())
+    ask = dict(run=0, request=row.request_id, position=row.position, row=row.row, site="S", lens=RECORDED)
+    html = (lens.RowCard(run_list, ask).sentence(), lens.RowCard(run_list, ask).draw().replace("</div>", "\n"))
+    said, card = (unescape(re.sub("<[^>]*>", "", text)) for text in html)
+    where = f"Superseded row, step {row.step}, reads position {row.position}, predicts {row.position + 1}: "
+    draft = f"“{row.drafted_token}”, drafted in step {row.step} from layer 0, was {OUTCOMES[verdict]} in step"
+    assert said.startswith(f"{where}{draft}")
+    assert f"superseded, decode in step {row.step}" in card and f"position {row.position + 1}" in card
+    [line] = [line for line in card.splitlines() if "drafted in step" in line]
+    assert f"{row.drafted_token} drafted in step {row.step}" in line and OUTCOMES[verdict] in line
+
+
+def clicked(page: Page, row: Any) -> tuple[str, str]:
+    """The sentence and the card after a click on the lowest layer of a row's column."""
+    answered(page, "grid", request=row.request_id)
+    page.locator(f"#grid-view .column[data-row='{row.row}'] .pick[data-layer='0']").click()
+    asked = dict(request=row.request_id, position=row.position, row=row.row)
+    return answered(page, "insight", **asked), answered(page, "card", **asked)
+
+
+def test_a_clicked_committed_row_is_spoken_of_after_another_was(
+    browser: Browser, run_list: RunList, trace: cp.Trace
+) -> None:
+    table = last_readings(trace)
+    other = next(table[(table.status == "given_up") & table.row_canonical.notna()].itertuples())
+    row = next(table[table.row == other.row_canonical].itertuples())
+    place = f"?run=0&request={row.request_id}&position={row.position}&rows=all"
+    with served(run_list) as address, opened(browser, address + place) as page:
+        assert "given up row" in clicked(page, other)[0].lower()
+        said, card = clicked(page, row)
+    start = f"Reads position {row.position}, predicts {row.position + 1}: “{row.drafted_token}”, drafted in"
+    assert said.startswith(start) and f"“{row.committed_token}” was committed" in card
+    assert f"{OUTCOMES[row.verdict]} in step {row.step}" in said and f"“{row.committed_token}”" in said
+    assert f"committed, verify in step {row.step}" in card

@@ -29,8 +29,7 @@ def address(runs: Path) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "theme"), [(1280, "dark"), (390, "light")])
 def test_opens_and_fits(browser: Browser, address: str, width: int, theme: str) -> None:
     with opened(browser, address, width=width, color_scheme=theme) as page:
         for name in ("timeline", "decode", "cache", "window", "card", "text", "grid"):

@@ -203,8 +203,9 @@ def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, run_list: 
         page.wait_for_selector("#flip-box #flip-0 .main-svg")
         assert "edits make the verifier choose" in page.inner_text("#flip-view")
         query = link[link.index("?") :]
-    with served(run_list) as address, chromium() as browser, opened(browser, address + query) as page:
-        button = page.get_by_role("button", name="Search the edits")  # a server that has not searched
+    fresh = RunList(run_list.entries, model=run_list.model)  # a dashboard that has not searched
+    with served(fresh) as address, chromium() as browser, opened(browser, address + query) as page:
+        button = page.get_by_role("button", name="Search the edits")
         button.wait_for()
         button.press("Enter")
         page.locator("#flip-view [data-flip-do=cancel]").click()

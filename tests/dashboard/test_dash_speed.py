@@ -16,7 +16,7 @@ import cacheprobe as cp
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard import facts
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.tabs import cache, lens, replay
+from cacheprobe.views.dashboard.tabs import lens, replay
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dash_page import answered, served
 
@@ -97,8 +97,8 @@ def views_of_clicks(run: Path, clicks: list[tuple[int, int]]) -> Iterator[dict[s
             "story": partial(facts.request_story, run_list, ask),
             "timeline": replay.Timeline(run_list, ask).draw,
             "decode": replay.TokenGrid(run_list, ask).draw,
-            "cache": cache.CacheSlots(run_list, ask).draw,
-            "window": cache.VerifyWindow(run_list, ask).draw,
+            "cache": replay.CacheSlots(run_list, ask).draw,
+            "window": replay.VerifyWindow(run_list, ask).draw,
             "insight": lens.RowCard(run_list, ask).sentence,
             "card": lens.RowCard(run_list, ask).draw,
             "grid": lens.LensGridPage(run_list, ask).draw,

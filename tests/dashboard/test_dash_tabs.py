@@ -63,8 +63,7 @@ def shown(page: Page, tab: str, **asked: object) -> None:
     page.wait_for_timeout(400)  # a figure is drawn again when its place has grown
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
 def test_every_tab_fits_and_is_kept_as_a_picture(browser: Browser, address: str, width: int, theme: str) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     with opened(browser, f"{address}?run=0&against=1", width=width, color_scheme=theme) as page:

@@ -16,8 +16,8 @@ from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.trace.tables.token_history import TokenOutcome, standing_at, token_history
 from cacheprobe.views.dashboard.questions import CannotShow, answered, span, whole
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.tabs import cache, compare, replay
-from cacheprobe.views.diagrams.cache_strip import cache_passes, cache_strip, memory_sentence
+from cacheprobe.views.dashboard.tabs import compare, replay
+from cacheprobe.views.diagrams.cache import cache_passes, cache_strip, memory_sentence
 from cacheprobe.views.diagrams.cards import card_parts
 from cacheprobe.views.diagrams.decode_grid import SIGNS, decode_picture
 from cacheprobe.views.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
@@ -131,7 +131,7 @@ def test_the_strip_has_each_slot_once(trace: cp.Trace) -> None:
 
 def test_the_passes_are_those_of_the_tables(trace: cp.Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: the ledger for what was written, the statuses of rows for what was removed again."""
-    monkeypatch.setattr("cacheprobe.views.diagrams.cache_strip._MOST_PASSES", 99)
+    monkeypatch.setattr("cacheprobe.views.diagrams.cache._MOST_PASSES", 99)
     rows, windows = trace.row_table, find_windows(trace.events(), 2)
     gone = rows[(rows.request_id == 2) & (rows.phase == "verify") & (rows.status == "rolled_back")]
     last = max(window.step for window in windows)
@@ -179,8 +179,8 @@ def test_a_comparison_says_what_differs() -> None:
     columns = token_columns([[1, 2, 3], [1, 2]], 2, ("a<b", "b"), [{3: HOSTILE}, {}], "request 0", 5)
     assert "<script" not in columns and "a&lt;b" in columns and columns.count("ends here") == 1
     assert columns.count('class="pick tok first"') == 1
-    differing = fingerprint_differences({"model": "a", "window": 4, "x": 1}, {"model": "b", "window": 8, "x": 1})
-    assert differing == [("window", 4, 8)] and "<td" in fingerprint_block(differing, ("a", "b"))
+    pair = ({"model": "a", "window": 4, "x": 1}, {"model": "b", "window": 8, "x": 1})
+    assert fingerprint_differences(*pair) == [("window", 4, 8)] and "<td" in fingerprint_block(pair, ("a", "b"))
 
 
 def test_the_shelf_lists_what_it_is_given(trace: cp.Trace, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_only_a_committed_token_is_called_pending(trace: cp.Trace, tmp_path: Pat
     own = trace.events()[trace.events().request_id == 2]
     prompt, last = len(PROMPTS[2]), int(own.step.max())
     for step in own.step[own.step < last]:
-        picture = cache.CacheSlots(run_list, dict(run=0, request=2, step=int(step))).draw()
+        picture = replay.CacheSlots(run_list, dict(run=0, request=2, step=int(step))).draw()
         committed = int(own[own.step <= step].committed_token_ids.map(len).sum())
         newest = prompt + committed - 1
         told = re.findall(r"slot (\d+): pending", picture)
@@ -261,11 +261,11 @@ def test_only_a_committed_token_is_called_pending(trace: cp.Trace, tmp_path: Pat
     drafts = own[own.proposed_token_ids.map(len) > 0]
     assert (
         len(drafts)
-        and "pending" not in cache.CacheSlots(run_list, dict(run=0, request=2, step=int(drafts.step.iloc[0]))).draw()
+        and "pending" not in replay.CacheSlots(run_list, dict(run=0, request=2, step=int(drafts.step.iloc[0]))).draw()
     )
     end = int(trace.events().step.max())
     for step in (last, end):
-        picture = cache.CacheSlots(run_list, dict(run=0, request=2, step=step)).draw()
+        picture = replay.CacheSlots(run_list, dict(run=0, request=2, step=step)).draw()
         assert f"Request 2 has ended and freed its {len(trace.ledger(2))} cache slots: " in picture
         assert "pending" not in picture
     assert last < end

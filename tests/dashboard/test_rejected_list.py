@@ -13,9 +13,9 @@ from cacheprobe.trace.parts.growing import GrowingRun
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard import facts
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
-from cacheprobe.views.dashboard.rejected_list import LINES_A_PAGE, SORTS, RejectedList, Selection
 from cacheprobe.views.dashboard.run_list import Follower, RunList
 from cacheprobe.views.dashboard.tabs import rejected
+from cacheprobe.views.rejected import COLUMNS, LINES_A_PAGE, RejectedList, Selection
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dashboard.growing_run import begun, go_on, part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -107,10 +107,10 @@ def test_a_wrong_filter_is_refused(stored: Path, wrong: dict[str, str]) -> None:
         rejected.RejectedDrafts(RunList.of([stored]), {"run": 0, **wrong}).draw()
 
 
-@pytest.mark.parametrize("sort", [f"{sign}{name}" for name in SORTS for sign in ("", "-")])
+@pytest.mark.parametrize("sort", [f"{sign}{name}" for name in COLUMNS for sign in ("", "-")])
 def test_the_list_is_sorted_by_every_column(trace: cp.Trace, stored: Path, sort: str) -> None:
     table = trace.rejected()
-    values = table[SORTS[sort.removeprefix("-")]].tolist()
+    values = table[COLUMNS[sort.removeprefix("-")][1]].tolist()
     keys = [str(v).replace("␣", " ").casefold() if isinstance(v, str) else v for v in values]
     known = sorted((i for i, v in enumerate(values) if pd.notna(v)), key=lambda i: keys[i])
     if sort.startswith("-"):

@@ -8,9 +8,9 @@ import cacheprobe as cp
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.dashboard import facts
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.tabs import cache, replay
+from cacheprobe.views.dashboard.tabs import replay
 from cacheprobe.views.diagrams.windows import find_windows
-from cacheprobe.views.report.figures import report_drawings
+from cacheprobe.views.report.report import report_drawings
 from tests.engine.test_engine_errors import BAD, indigestible
 from tests.invariants.runs import RUN
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -57,10 +57,10 @@ def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, run_list: Run
     for s in range(step - 3, step + 8):
         ask = dict(run=0, request=request, step=s)
         assert (
-            "cache slots" in cache.CacheSlots(run_list, ask).draw()
-            and "window" in cache.VerifyWindow(run_list, ask).draw()
+            "cache slots" in replay.CacheSlots(run_list, ask).draw()
+            and "window" in replay.VerifyWindow(run_list, ask).draw()
         )
-        assert "pending" not in cache.CacheSlots(run_list, ask).draw() or s >= int(
+        assert "pending" not in replay.CacheSlots(run_list, ask).draw() or s >= int(
             rebuilt.step[rebuilt.request_id == request].iloc[2]
         )
         assert replay.TokenGrid(run_list, {**ask, "requests": [0, 5], "places": [0, 20], "place": 0}).draw()
@@ -97,9 +97,9 @@ def test_slots_that_were_freed_are_told_from_slots_not_written(drafted: cp.Trace
     events = drafted.events()
     request = int(events[(events.phase == "verify") & events.num_accepted.isna()].request_id.iloc[0])
     second = int(events[(events.request_id == request) & (events.phase == "prefill")].step.iloc[1])
-    assert "freed its slots" in cache.CacheSlots(run_list, dict(run=0, request=request, step=second - 1)).draw()
+    assert "freed its slots" in replay.CacheSlots(run_list, dict(run=0, request=request, step=second - 1)).draw()
     late = max(range(len(PROMPTS)), key=lambda r: events[events.request_id == r].step.min())
-    assert "holds no cache slots yet" in cache.CacheSlots(run_list, dict(run=0, request=late, step=0)).draw()
+    assert "holds no cache slots yet" in replay.CacheSlots(run_list, dict(run=0, request=late, step=0)).draw()
 
 
 def test_a_report_of_a_request_that_was_decoded_twice() -> None:

@@ -17,13 +17,13 @@ from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
 from cacheprobe.views.dashboard.app import export
-from cacheprobe.views.dashboard.export import csv_text
 from cacheprobe.views.dashboard.flip_process import FlipJob
 from cacheprobe.views.dashboard.questions import CannotShow
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.shell import index
 from cacheprobe.views.dashboard.tabs import VIEWS
-from cacheprobe.views.dashboard.tabs.cache import CacheSlots
+from cacheprobe.views.dashboard.tabs.replay import CacheSlots
+from cacheprobe.views.dashboard.view import csv_text
 from tests.chromium import PICTURES
 from tests.dash_page import answered, at, choose, opened, served, until
 from tests.sweeps.shown_runs import save_shown

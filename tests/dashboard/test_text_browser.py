@@ -43,8 +43,7 @@ def token(page: Page, position: int) -> str:
     return f'#text-view span[data-position="{position}"]'
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 1024, 390])
+@pytest.mark.parametrize(("width", "theme"), [(1440, "light"), (1024, "dark"), (390, "light")])
 def test_it_is_the_first_view_and_the_lens_grid_is_above_the_fold(
     browser: Browser, address: str, width: int, theme: str
 ) -> None:

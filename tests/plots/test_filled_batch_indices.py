@@ -12,8 +12,8 @@ from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.diagrams.timeline import step_words, timeline_picture
 from cacheprobe.views.diagrams.windows import find_windows, verified_requests
-from cacheprobe.views.report.figures import report_panels
 from cacheprobe.views.report.listings import request_listings, run_listings
+from cacheprobe.views.report.report import report_phases
 from cacheprobe.views.text import token_texts
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -72,7 +72,7 @@ def test_pictures_draw_them_as_never_verified(trace: cp.Trace, filling: pd.DataF
     tables = RunTables(StoredRun(trace.save(tmp_path / "run")))
     assert [i for i, is_verified in tables.verified.items() if is_verified] == [VERIFIED]
     assert find_windows(events, request_id) == ()
-    ((name, _, panels),) = report_panels(trace, request_id, token_texts(trace.row_table, trace.hypothesis_table))
+    ((name, _, (_, panels)),) = report_phases(trace, request_id, token_texts(trace.row_table, trace.hypothesis_table))
     tips = set(re.findall(r"committed as decoded; request \d+, position (\d+), step (\d+)", panels[1].picture))
     first = len(PROMPTS[request_id])
     steps = of_request[of_request.phase != "prefill"].step.tolist()

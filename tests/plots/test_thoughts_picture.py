@@ -224,15 +224,6 @@ def test_cache_boxes_cover_all_rows() -> None:
         assert len(boxes) == min(6, len(written))
 
 
-def test_tokens_are_escaped() -> None:
-    made = rolled_back(
-        tables(["<script>", "heads"], read=["<script>"] * 3, answer="<script>"), 1, "<script>", "<script>"
-    )
-    made[0].loc[0, "true_state"] = "<script>"
-    html = cp.plots.thoughts_picture(*made)
-    assert "<script" not in html and html.count("&lt;script&gt;") > 8
-
-
 def test_a_request_without_thoughts_is_named() -> None:
     thoughts, rows, events, ledger = tables(["heads"])
     with pytest.raises(ValueError, match=r"request 3 wrote no thoughts; requests \[0\] did"):
@@ -347,8 +338,7 @@ def attacked(trace: cp.Trace) -> cp.Trace:
     return replace(trace, thought_table=thoughts, row_table=rows)
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_fits_and_runs_nothing(browser: Browser, attacked: cp.Trace, width: int, scheme: str) -> None:
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     t = attacked
@@ -361,13 +351,4 @@ def test_fits_and_runs_nothing(browser: Browser, attacked: cp.Trace, width: int,
     assert inner > 1.5 * outer if width == 390 else inner == outer
     fill = page.evaluate("getComputedStyle(document.querySelector('.thoughts .sand')).fill")
     assert fill == ("rgb(239, 224, 207)" if scheme == "light" else "rgb(70, 51, 31)")
-    page.close()
-
-
-def test_the_report_fits_a_narrow_page(browser: Browser, attacked: cp.Trace, tmp_path: Path) -> None:
-    page = browser.new_page(viewport={"width": 390, "height": 900})
-    page.goto(cp.plots.write_report(attacked, tmp_path / "report.html", 0).as_uri(), wait_until="domcontentloaded")
-    page.evaluate("document.querySelectorAll('details').forEach(box => { box.open = true })")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate("window.hacked") is None
     page.close()

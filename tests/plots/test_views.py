@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.views.diagrams.cylinder import cache_counts, cylinder_strokes
+from cacheprobe.views.diagrams.cache import cache_counts, cylinder_strokes
 from cacheprobe.views.diagrams.diagram import window_diagram
+from cacheprobe.views.diagrams.lens_grid import finding
 from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, abridged, verify_panel
 from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
-from cacheprobe.views.lens_table import finding
 from cacheprobe.views.report.report import behaviour_sentences, report_html
 from cacheprobe.views.text import shorten, visible
 from tests.tiny import PROMPTS, SMALL, loaded

@@ -7,9 +7,9 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.views.dashboard import app
-from cacheprobe.views.dashboard.export import csv_text
 from cacheprobe.views.dashboard.questions import CannotShow, answered
 from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.view import csv_text
 from tests.tiny import PROMPTS, loaded
 
 IDS = [9, 41, 7, 3, 22, 22]
@@ -41,7 +41,7 @@ def test_the_text_is_coloured_by_the_difference(runs: Path) -> None:
     trace = cp.load_trace(runs / "a")
     table = cp.analysis.engine_differences(trace)
     html = cp.plots.request_text(
-        trace.rows(), trace.events(), 0, measure="difference", texts=trace.token_texts, differences=table
+        trace.rows(), trace.events(), 0, measure="difference", texts=trace.token_texts, values=table
     )
     run_list = RunList.of([runs / "a", runs / "b"])
     page = answered(app.views_of(run_list)["text"], question())["html"]

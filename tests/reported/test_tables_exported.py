@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import cacheprobe as cp
 from cacheprobe.cli import look
 from cacheprobe.core.export import write_table
-from cacheprobe.views.dashboard.export import csv_text
+from cacheprobe.views.dashboard.view import csv_text
 from tests.tiny import VOCAB, hf_model
 
 WORDS = ["null", "NA", "nan", "NaN", "None", "N/A", "<NA>", "#N/A", "1", "007", "1e5", "True", "inf", 'a"b', '"', ",",

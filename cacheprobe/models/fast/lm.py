@@ -168,7 +168,7 @@ class FastLM(CopiedLM):
             raise ModelError(
                 f"{self.name}: only the bridge has a hook on attention patterns; use path='auto' or 'bridge'"
             )
-        shape = self._shape_of_heads(site, layer, self.head_shape[0])
+        shape = self._shape_of_heads(site, layer, -1)  # as many as there are: layers may differ
         try:
             path, side = self._path(site, layer)
             assert shape is not None

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from cacheprobe.core.hook_names import HEADS, INPUT_POINT, OUTPUT_POINT, RECURRENT, SITES, hook_name
+from cacheprobe.core.hook_names import (
+    HEAD_SHAPES,
+    HEADS,
+    INPUT_POINT,
+    OUTPUT_POINT,
+    RECURRENT,
+    SITES,
+    hook_name,
+    shape_of_heads,
+)
 from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.experts import MixtureLayer, capturing_routing, editing_routers, split
@@ -172,9 +181,7 @@ class PlainSites:
     def _shape_of_heads(self, site: str, layer: int, heads: int) -> tuple[int, int] | None:
         """Returns (number, width) of the heads of a site of a layer with so many query heads; None for a site without
         heads of their own."""
-        kv_heads, key_width, value_width = self.layer_shapes[layer]
-        shapes = {"q": (heads, key_width), "k": (kv_heads, key_width), "v": (kv_heads, value_width)}
-        return {**shapes, HEADS: (heads, value_width)}.get(site)
+        return shape_of_heads(site, heads, *self.layer_shapes[layer]) if site in HEAD_SHAPES else None
 
     def heads_of(self, layer: int) -> int:
         """Returns the number of query heads of a layer, from the width of its output projection. Raises: ModelError as

@@ -17,7 +17,6 @@ from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
 from cacheprobe.core.terminal import DASH_PORT
 from cacheprobe.views.dashboard import facts, shell
-from cacheprobe.views.dashboard.export import csv_text
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion, answered, one_of
 from cacheprobe.views.dashboard.reader import RECORDED
 from cacheprobe.views.dashboard.run_list import RunList
@@ -27,6 +26,7 @@ from cacheprobe.views.dashboard.tabs.lens import RowCard
 from cacheprobe.views.dashboard.tabs.rejected import walk
 from cacheprobe.views.dashboard.tabs.replay import overview
 from cacheprobe.views.dashboard.tabs.text import range_view
+from cacheprobe.views.dashboard.view import csv_text
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against", "measure")
 """Ids of the menus and the slider, in the order of assets/talk.js."""
@@ -115,7 +115,6 @@ class Answers:
         self.run_list = run_list
         self.views = views
         self._lines: OrderedDict[str, str] = OrderedDict()
-        self._letters = 0
         self._lock = Lock()
 
     def lines(self, questions: dict[str, PageQuestion]) -> Iterator[str]:
@@ -134,7 +133,11 @@ class Answers:
         answer = answered(self.views[view], question)
         line = json.dumps({"view": view, **answer}) + "\n"
         if is_kept and "error" not in answer:
-            self._keep(key, line)
+            with self._lock:
+                self._lines[key] = line
+                letters = sum(len(kept) + len(of_kept) for of_kept, kept in self._lines.items())
+                while letters > MOST_LETTERS:
+                    letters -= sum(map(len, self._lines.popitem(last=False)))
         return line
 
     def _is_fixed(self, question: PageQuestion) -> bool:
@@ -145,35 +148,16 @@ class Answers:
         except CannotShow:
             return False
 
-    def _keep(self, key: str, line: str) -> None:
-        with self._lock:
-            self._letters += len(key) + len(line)
-            if (before := self._lines.pop(key, None)) is not None:
-                self._letters -= len(key) + len(before)
-            self._lines[key] = line
-            while self._letters > MOST_LETTERS:
-                oldest, dropped = self._lines.popitem(last=False)
-                self._letters -= len(oldest) + len(dropped)
-
 
 def views_of(run_list: RunList) -> Views:
     """Returns a dict from the name of each of the page's questions to the function that answers it."""
+    drawn = {name: lambda question, view=view: view(run_list, question).draw() for name, view in VIEWS.items()}
     others = {
         "facts": facts.run_facts, "growth": facts.growth, "story": facts.request_story, "overview": overview,
-        "walk": walk, "range": range_view, "export": export, "insight": _sentence,
+        "walk": walk, "range": range_view, "export": export,
     }  # fmt: skip
-    drawn = {name: partial(_draw, name, run_list) for name in VIEWS}
-    return drawn | {name: partial(function, run_list) for name, function in others.items()}
-
-
-def _draw(name: str, run_list: RunList, question: PageQuestion) -> str | PageAnswer:
-    """Returns the answer of the view with this name."""
-    return VIEWS[name](run_list, question).draw()
-
-
-def _sentence(run_list: RunList, question: PageQuestion) -> str:
-    """Returns the sentence on the chosen row."""
-    return RowCard(run_list, question).sentence()
+    insight = {"insight": lambda question: RowCard(run_list, question).sentence()}
+    return drawn | insight | {name: partial(function, run_list) for name, function in others.items()}
 
 
 def export(run_list: RunList, question: PageQuestion) -> PageAnswer:
@@ -217,11 +201,9 @@ def _guard(app: Dash, host: str) -> None:
     """Protects the app against other sites: the browser may fetch from this server only, and a server on a local host
     answers only requests for a local host name."""
     hashes = " ".join(app.csp_hashes())
-    policy = (
-        f"default-src 'self'; script-src 'self' {hashes}; style-src 'self' 'unsafe-inline'; "
-        "img-src 'self' data: blob:; "
-        "font-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
-    )
+    policy = f"default-src 'self'; script-src 'self' {hashes}; style-src 'self' 'unsafe-inline'; "
+    policy += "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
+    policy += "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
     @app.server.before_request
     def refuse_strangers() -> None:
@@ -229,9 +211,8 @@ def _guard(app: Dash, host: str) -> None:
         ::1."""
         name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
         if host in LOCAL and name not in LOCAL:
-            abort(
-                Response(f"this server answers to {', '.join(LOCAL)} alone; start it with --host to change that\n", 403)
-            )
+            said = f"this server answers to {', '.join(LOCAL)} alone; start it with --host to change that\n"
+            abort(Response(said, 403))
 
     @app.server.after_request
     def add_policy(response: Response) -> Response:

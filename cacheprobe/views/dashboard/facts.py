@@ -7,7 +7,7 @@ from cacheprobe.views.dashboard.questions import PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.report.insight import drafts_sentence
-from cacheprobe.views.text import plain, text_of, token_texts
+from cacheprobe.views.text import counted, plain, text_of, token_texts
 
 MOST_LETTERS = 44
 """Number of letters of a prompt's end in the menu of requests."""
@@ -102,7 +102,7 @@ def run_summary(tables: RunTables) -> str:
     fingerprint = run.fingerprint
     steps = events.step.nunique()
     num_requests = f"{len(run.requests)} request{'s' * (len(run.requests) != 1)}"
-    text = f"{fingerprint['model']} in {fingerprint['dtype']}, {num_requests} in {steps} step{'s' * (steps != 1)}. "
+    text = f"{fingerprint['model']} in {fingerprint['dtype']}, {num_requests} in {counted(steps, 'step')}. "
     return text + drafts_sentence(run.meta["drafter"] or "", events)
 
 

@@ -10,10 +10,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from tempfile import TemporaryFile
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, TextIO
 
@@ -52,13 +53,14 @@ class FlipJob:
 
     def start(self) -> None:
         """Starts the process, and a thread that reads its output. Keeps the reason if it cannot be started."""
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        errors = TemporaryFile("w+", errors="replace")
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
         try:
             self.process = subprocess.Popen(WORKER, text=True, **pipes)
         except OSError as error:
             self.error = f"the background process cannot be started: {error}; {self._remedy}"
             return
-        Thread(target=self._read, args=(self.process,), daemon=True).start()
+        Thread(target=self._read, args=(self.process, errors), daemon=True).start()
 
     @property
     def _remedy(self) -> str:
@@ -72,12 +74,10 @@ class FlipJob:
             if self.process is not None:
                 self.process.kill()
 
-    def _read(self, process: "subprocess.Popen[str]") -> None:
+    def _read(self, process: "subprocess.Popen[str]", errors: TextIO) -> None:
         """Sends the question, and keeps what the process writes until it ends. Keeps the reason if it fails."""
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        last, is_cut = [""], False
-        errors = Thread(target=_keep_last, args=(process.stderr, last), daemon=True)
-        errors.start()
+        assert process.stdin is not None and process.stdout is not None
+        broken = ""
         with suppress(OSError), process:  # closing its stdin fails if it ended before it read the question
             try:
                 process.stdin.write(json.dumps(self.question) + "\n")
@@ -85,15 +85,16 @@ class FlipJob:
                 for line in process.stdout:
                     self._take(json.loads(line))
             except (OSError, ValueError) as error:  # a broken pipe, or a line that is no JSON
-                last[0] = last[0] or str(error)
-                is_cut = True
+                broken = str(error)
                 process.kill()
             process.wait()
-            errors.join(1.0)
         code = process.wait()
+        with errors:
+            errors.seek(0)
+            *_, last = "", broken, *(line.strip() for line in errors if line.strip())
         if self.is_running:
-            memory = "; code -9 mostly means too little memory" if code == -9 and not is_cut else ""
-            reason = f": {last[0]}" if last[0] else ""
+            memory = "; code -9 mostly means too little memory" if code == -9 and not broken else ""
+            reason = f": {last}" if last else ""
             self.error = f"the background process ended with code {code} and no result{reason}{memory}; {self._remedy}"
 
     def _take(self, told: JsonDict) -> None:
@@ -103,12 +104,6 @@ class FlipJob:
         self.says, self.error = told.get("says", self.says), told.get("error", self.error)
         if "total" in told:
             self.says, self.done, self.total = "editing states", told["done"], told["total"]
-
-
-def _keep_last(lines: Iterable[str], last: list[str]) -> None:
-    """Keeps the newest of `lines` that is not empty in last[0]."""
-    for line in lines:
-        last[0] = line.strip() or last[0]
 
 
 class FlipJobs:

@@ -87,14 +87,14 @@ class Follower:
         self._lock, self._next = Lock(), 0.0
         self._run = _followed(directory)
         self._run_id = self._run.run_id
-        self._book = _warmed(self._run)
+        self._tables = _warmed(self._run)
 
     @property
     def tables(self) -> RunTables:
         """Newest tables. Those of a run that was finished since are read now, because its parts are gone."""
         if not self.is_finished and (self.directory / MANIFEST).exists():
             self.look(at_once=True)
-        return self._book
+        return self._tables
 
     def peek(self) -> None:
         """Looks whether a process records the run, and whether it was finished. Reads no part."""
@@ -119,13 +119,13 @@ class Follower:
         self.writer = recorded_by(self.directory)  # before the files: if it is gone, they are as it left them
         if (self.directory / MANIFEST).exists():
             stored = StoredRun(self.directory)
-            self._book, self.is_finished, run_id = _warmed(stored, self._book), True, stored.run_id
+            self._tables, self.is_finished, run_id = _warmed(stored, self._tables), True, stored.run_id
         else:
             run = self._run.read_on() or _followed(self.directory)
             if run is self._run:
                 return
             run_id = run.run_id
-            self._run, self._book = run, _warmed(run, self._book)
+            self._run, self._tables = run, _warmed(run, self._tables)
         if run_id != self._run_id:
             self._replaced = f"Another run is in {self.directory} in place of the one that was shown. "
             self._run_id = run_id
@@ -140,20 +140,20 @@ class Follower:
     def says(self) -> JsonDict:
         """Returns what the page says of the run, as a dict: version (of the newest tables), state, says (sentences),
         command (that continues it, or ""), share (of the tokens that it can have)."""
-        state, at, tables = self.state, progress_of(self._run.journal), self._book
-        says = {
-            "growing": lambda: _growing(self.writer, at),
-            "interrupted": lambda: f"Interrupted: {_tokens(at)}, and no process records it. To continue it:",
-            "finished": lambda: f"The run has finished, with {_count(tables):,} tokens.",
-            "trouble": lambda: f"{self._trouble}. The page shows what was read before.",
-        }[state]()
-        return {
-            "version": tables.run.version,
-            "state": state,
-            "says": self._replaced + says,
-            "command": _command(self._run.journal, self.directory) if state == "interrupted" else "",
-            "share": 1.0 if self.is_finished else at.num_tokens / max(at.most_tokens, 1),
-        }
+        state, at, tables = self.state, progress_of(self._run.journal), self._tables
+        if state == "growing":
+            says = _growing(self.writer, at)
+        elif state == "interrupted":
+            says = f"Interrupted: {_tokens(at)}, and no process records it. To continue it:"
+        elif state == "finished":
+            count = sum(len(request["committed_token_ids"]) for request in tables.run.requests)
+            says = f"The run has finished, with {count:,} tokens."
+        else:
+            says = f"{self._trouble}. The page shows what was read before."
+        command = _command(self._run.journal, self.directory) if state == "interrupted" else ""
+        share = 1.0 if self.is_finished else at.num_tokens / max(at.most_tokens, 1)
+        about = {"version": tables.run.version, "state": state, "says": self._replaced + says}
+        return {**about, "command": command, "share": share}
 
 
 def _followed(directory: Path) -> "GrowingRun":
@@ -187,10 +187,6 @@ def _growing(writer: str, at: TokensSoFar) -> str:
 def _tokens(at: TokensSoFar) -> str:
     most = f"{'at most ' if at.can_stop else ''}{at.most_tokens:,}"
     return f"{at.num_tokens:,} of {most} tokens" if at.num_tokens else f"no token of {most} is on the disk yet"
-
-
-def _count(tables: RunTables) -> int:
-    return sum(len(request["committed_token_ids"]) for request in tables.run.requests)
 
 
 def _command(journal: "Journal", directory: Path) -> str:
@@ -266,7 +262,19 @@ class RunList:
         results: list[Path] = []
         more: list[Path] = []
         for path in paths:
-            _sort_in(path, entries, results, more)
+            content = sorted(path.iterdir()) if path.is_dir() and not _is_run(path) else []
+            if path.is_file() and path.suffix == ".json":
+                results.append(path)
+            elif (path / PLAN).exists():  # a sweep: its results in one tab, its first cells among the runs
+                results.append(path / PLAN)
+                shards = [manifest.parent for manifest in sorted((path / SHARDS).glob(f"*/{MANIFEST}"))]
+                entries += [_open(shard) for shard in shards[:MOST_CELLS]]
+                more += shards[MOST_CELLS:]
+            else:
+                runs = [p for p in content if p.is_dir() and (_is_run(p) or any(p.glob("rows-*.parquet")))]
+                files = [p for p in content if p.is_file() and p.suffix == ".json"]
+                results += files
+                entries += [_open(p) for p in (runs if runs or files else [path])]
         return cls(tuple(entries), tuple(results), model, tuple(lenses), tuple(more))
 
     def tables(self, number: object) -> RunTables:
@@ -300,28 +308,6 @@ class RunList:
     def first(self) -> int:
         """Number of the first run that can be opened; 0 if no run can be opened."""
         return next((i for i, entry in enumerate(self.entries) if entry.tables is not None), 0)
-
-
-def _sort_in(path: Path, entries: list[OpenRun], results: list[Path], more: list[Path]) -> None:
-    """Adds a path of the command line to `entries` (runs), `results` (files) and `more` (later cells of a sweep), in
-    place."""
-    if path.is_file() and path.suffix == ".json":
-        results.append(path)
-        return
-    content = sorted(path.iterdir()) if path.is_dir() and not _is_run(path) else []
-    if (path / PLAN).exists():  # a sweep: its results in one tab, its first cells among the runs
-        results.append(path / PLAN)
-        shards = [manifest.parent for manifest in sorted((path / SHARDS).glob(f"*/{MANIFEST}"))]
-        entries += [_open(shard) for shard in shards[:MOST_CELLS]]
-        more += shards[MOST_CELLS:]
-        return
-    runs = [p for p in content if p.is_dir() and (_is_run(p) or any(p.glob("rows-*.parquet")))]
-    files = [p for p in content if p.is_file() and p.suffix == ".json"]
-    results += files
-    if runs or files:
-        entries += [_open(p) for p in runs]
-    else:
-        entries.append(_open(path))
 
 
 def _is_run(path: Path) -> bool:

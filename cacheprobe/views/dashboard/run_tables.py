@@ -12,10 +12,10 @@ from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import ledger_at, rows_in_use
 from cacheprobe.trace.tables.engine_differences import request_differences
 from cacheprobe.trace.tables.token_history import standing_at, token_history
-from cacheprobe.views.dashboard.rejected_list import RejectedList
+from cacheprobe.views.diagrams.lens_grid import finding
 from cacheprobe.views.diagrams.timeline import step_words, timeline_finding
 from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
-from cacheprobe.views.lens_table import finding
+from cacheprobe.views.rejected import RejectedList
 from cacheprobe.views.report.insight import opening
 from cacheprobe.views.report.request_text import TextParts, text_parts
 from cacheprobe.views.text import text_of
@@ -38,9 +38,9 @@ class RunTables:
         self._readings_at = lru_cache(maxsize=32)(run.readings)
         self.steps_in_words = lru_cache(maxsize=64)(self._steps_in_words)
         self.windows = lru_cache(maxsize=64)(self._windows)
-        self.history_of = lru_cache(maxsize=256)(self._history_of)
+        self.history_of = lru_cache(maxsize=256)(lambda request_id: token_history(self.events_of(request_id)))
         self.text_parts = lru_cache(maxsize=64)(self._text_parts)
-        self.lens_finding = lru_cache(maxsize=256)(self._lens_finding)
+        self.lens_finding = lru_cache(maxsize=256)(lambda request_id: finding(self.readings(request_id), request_id))
 
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
         """Returns the lens readings of one request as `StoredRun.readings`. Those of whole requests are kept, of a few
@@ -90,16 +90,10 @@ class RunTables:
         return {r["request_id"]: r["request_id"] in with_verdict for r in self.run.requests}
 
     @cached_property
-    def _by_request(self) -> dict[int, pd.DataFrame]:
-        return dict(iter(self.run.events.groupby("request_id")))
-
-    @cached_property
-    def _rows_by_request(self) -> dict[int, pd.DataFrame]:
-        return dict(iter(self.run.rows.groupby("request_id")))
-
-    @cached_property
-    def _ledger_by_request(self) -> dict[int, pd.DataFrame]:
-        return dict(iter(self.run.ledger.groupby("request_id")))
+    def _by_request(self) -> dict[str, dict[int, pd.DataFrame]]:
+        """Lines of the events, the rows and the ledger table by request, by the name of the table."""
+        tables = {"events": self.run.events, "rows": self.run.rows, "ledger": self.run.ledger}
+        return {name: dict(iter(table.groupby("request_id"))) for name, table in tables.items()}
 
     @cached_property
     def _slots_by_step(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
@@ -126,7 +120,7 @@ class RunTables:
 
     def events_of(self, request_id: int) -> pd.DataFrame:
         """Returns a DataFrame: the lines of the events table of one request; empty for an unknown request."""
-        return self._by_request.get(request_id, self.run.events.iloc[:0])
+        return self._by_request["events"].get(request_id, self.run.events.iloc[:0])
 
     def events_of_all(self, requests: Sequence[int]) -> pd.DataFrame:
         """Returns a DataFrame: the lines of the events table of several requests."""
@@ -134,12 +128,11 @@ class RunTables:
 
     def rows_of(self, request_id: int) -> pd.DataFrame:
         """Returns a DataFrame: the lines of the rows table of one request; empty for an unknown request."""
-        return self._rows_by_request.get(request_id, self.run.rows.iloc[:0])
+        return self._by_request["rows"].get(request_id, self.run.rows.iloc[:0])
 
     def ledger(self, request_id: int, step: int) -> pd.DataFrame:
         """Returns a DataFrame with one line for each cache slot of a request after a step, as `Trace.ledger` does."""
-        changes = self._ledger_by_request.get(request_id)
-        return ledger_at(self.run.ledger.iloc[:0] if changes is None else changes, step)
+        return ledger_at(self._by_request["ledger"].get(request_id, self.run.ledger.iloc[:0]), step)
 
     def slots_in_use(self, step: int) -> tuple[int, int]:
         """Returns (number of cache slots in use, number of requests that use the slots) after a step. Requests that
@@ -153,8 +146,7 @@ class RunTables:
 
     def warm(self) -> None:
         """Computes and caches the tables and texts that the first page needs, so that the page loads faster."""
-        _ = self.opening, self.verified, self.finding, self._slots_by_step, self.run.token_texts
-        _ = self._by_request, self._rows_by_request, self._ledger_by_request
+        _ = self.opening, self.verified, self.finding, self._slots_by_step, self.run.token_texts, self._by_request
 
     def prompt_length(self, request_id: int) -> int:
         """Returns the number of prompt tokens of a request."""
@@ -171,13 +163,6 @@ class RunTables:
         does: committed tokens, draft tokens without a verdict, and tokens that this step rolled back. requests: at
         least one."""
         return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
-
-    def _lens_finding(self, request_id: int) -> str:
-        """Returns the sentence above the lens grid of one request, from all its readings, as plain text."""
-        return finding(self.readings(request_id), request_id)
-
-    def _history_of(self, request_id: int) -> pd.DataFrame:
-        return token_history(self.events_of(request_id))
 
     def _text_parts(self, request_id: int) -> TextParts:
         run, prompt = self.run, self.run.request(request_id)["prompt_token_ids"]
@@ -208,12 +193,12 @@ class RunTables:
     def opening(self) -> dict[str, int]:
         """Dict {"request": id, "step": number} to show first: of the first partly accepted draft, else of the first
         rollback, else of the first verdict, else of the first step; both 0 without events."""
-        events = self.run.events
-        if (token := opening(events)) is not None:
-            return {"request": token.request_id, "step": token.step}
-        if events.empty:
-            return {"request": 0, "step": 0}
-        return {"request": int(events.request_id.iloc[0]), "step": int(events.step.iloc[0])}
+        request, step = 0, 0
+        if (token := opening(self.run.events)) is not None:
+            request, step = token.request_id, token.step
+        elif len(self.run.events):
+            request, step = self.run.events[["request_id", "step"]].iloc[0].astype(int).tolist()
+        return {"request": request, "step": step}
 
     def page(self, request_id: int, position: int, include: str, columns: int) -> range:
         """Returns the page of the lens grid with `position`, as a range of positions. A page has at most `columns` rows

@@ -8,9 +8,9 @@ from typing import TypeAlias
 from dash import dcc, html
 
 from cacheprobe.core.hook_names import SITE_NAMES, site_label
-from cacheprobe.views.dashboard.export import WAYS
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.results import KINDS, kind_of
+from cacheprobe.views.dashboard.view import WAYS
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.style import PICTURE_CSS, THEME_CSS
 from cacheprobe.views.text import markup
@@ -28,35 +28,6 @@ TABS = (
 )
 
 
-KEYS = (
-    ("← →", "one step back, one step on"),
-    ("n, p", "next, previous rejected draft, in the order of their list"),
-    ("Enter", "in the list: open the rejected draft"),
-    ("↑ ↓", "in the list: the line above, the line below"),
-    ("/", "search the rejected drafts"),
-    ("g", "go to the lens grid"),
-    ("← → ↑ ↓", "in the lens grid: another row, another layer"),
-    ("+, -, 0", "zoom the timeline in, out, back; or drag over its steps"),
-    ("Home, End", "first, last token of the request; in the list: first, last line"),
-    ("Tab, Enter", "reach a button or a menu, and press it"),
-    ("?", "show or hide this list"),
-)
-"""Keys of the page, and what each does."""
-WORDS = (
-    ("S, T, C", "residual stream, attention output, MLP output of a layer"),
-    ("row", "one token that one pass read: every layer has states of it, and predicts the next token"),
-    ("accepted, rejected", "what the verifying pass said of a drafted token"),
-    ("rolled back", "removed again: a rejected draft, and the drafts behind it"),
-    ("recovered, bonus", "the verifier's own token: in place of a rejected draft, or after a wholly accepted one"),
-    ("superseded", "computed for a draft, and computed again by the pass that verified it"),
-    ("prediction depth", "first layer from which the first choice stays the last layer's"),
-    ("margin", "log-probability of the committed token minus that of the drafted one, in nats, in the last layer"),
-    ("strip under the slider", "all steps, one after the other: green accepted, red rolled back, blue other passes"),
-    ("T₀, T₁′, T₁", "newest committed token, first drafted token, the verifier's own token there"),
-)
-"""Words of the page that not every reader knows."""
-
-
 def index(run_list: RunList, scripts: Sequence[str]) -> str:
     """Returns the HTML document that Dash fills. Its body lists the runs and results as JSON, so that the page's script
     knows them before its first question. scripts: addresses of the page's own scripts, which come before Dash's."""
@@ -64,11 +35,11 @@ def index(run_list: RunList, scripts: Sequence[str]) -> str:
         "first": run_list.first,
         "runs": _runs(run_list),
         "results": [kind_of(path) for path in run_list.results],
+        "absent": _absent_tabs(run_list),
+        "sites": {site: site_label(site) for site in SITE_NAMES},
+        "ways": WAYS,
+        "grows": any(entry.follower is not None for entry in run_list.entries),
     }
-    content["absent"] = _absent_tabs(run_list)
-    content["sites"] = {site: site_label(site) for site in SITE_NAMES}
-    content |= {"ways": WAYS, "keys": KEYS, "words": WORDS}
-    content["grows"] = any(entry.follower is not None for entry in run_list.entries)
     own = "".join(f'<script src="{markup(script)}"></script>' for script in scripts)
     content_json = markup(json.dumps(content)).replace("{%", "&#123;%")
     return (
@@ -91,9 +62,8 @@ def _absent_tabs(run_list: RunList) -> dict[str, str]:
 
 def _runs(run_list: RunList) -> list[dict[str, object]]:
     """Returns the options of the menu of runs as a list of dicts: label, value, and whether the option is disabled."""
-    return [
-        {"label": entry.label, "value": i, "disabled": not entry.tables} for i, entry in enumerate(run_list.entries)
-    ]
+    entries = enumerate(run_list.entries)
+    return [{"label": entry.label, "value": i, "disabled": not entry.tables} for i, entry in entries]
 
 
 def layout(run_list: RunList) -> Element:
@@ -105,10 +75,8 @@ def layout(run_list: RunList) -> Element:
         "compare": [html.Div(_menu("against", "compare with"), className="menus"), _figure_card("compare")],
         "results": [_result_buttons(run_list), _figure_card("result")],
     }
-    tabs = [
-        html.Div(cards, id=f"panel-{name}", className="tabpanel", role="tabpanel", hidden=name != "replay")
-        for name, cards in panels.items()
-    ]
+    about = {"className": "tabpanel", "role": "tabpanel"}
+    tabs = [html.Div(cards, id=f"panel-{n}", hidden=n != "replay", **about) for n, cards in panels.items()]
     parts = [
         _header(run_list),
         _failed_runs(run_list),
@@ -192,13 +160,12 @@ def _transport() -> Element:
 def _tabs() -> Element:
     """Returns the buttons of the tabs, and those that lead to the cards of the replay, most of which are below the
     first screen."""
-    tabs = [
-        _button(name, "tab", id=f"tab-{key}", role="tab", data_intent="tab", data_tab=key) for key, name in TABS
-    ]  # fmt: skip
-    cards = ("lens", "Layers"), ("card", "Token"), ("cache", "Cache"), ("timeline", "Timeline"), ("decode", "Tokens")
+    about = {"role": "tab", "data_intent": "tab"}
+    tabs = [_button(name, "tab", id=f"tab-{key}", data_tab=key, **about) for key, name in TABS]
+    cards = {"lens": "Layers", "card": "Token", "cache": "Cache", "timeline": "Timeline", "decode": "Tokens"}
     jumps = [
         _button(name, "jump", title=f"go to: {name.lower()}", data_jump=f"{card}-card")
-        for card, name in (*cards, ("window", "Window"))
+        for card, name in {**cards, "window": "Window"}.items()
     ]
     group = html.Div(jumps, id="jumps", role="group", **{"aria-label": "on this page"})
     return html.Nav([*tabs, group], className="tabs", role="tablist")
@@ -210,9 +177,8 @@ def _card(name: str, below: Sequence[Element] = ()) -> Element:
 
 
 def _figure_card(name: str) -> Element:
-    return html.Section(
-        [html.Div(className="waiting"), *_figure_places(name)], className="card", id=f"{name}-card"
-    )  # fmt: skip
+    places = [html.Div(className="waiting"), *_figure_places(name)]
+    return html.Section(places, className="card", id=f"{name}-card")
 
 
 def _figure_places(name: str) -> list[Element]:
@@ -264,8 +230,7 @@ def _lens_card() -> Element:
 def _result_buttons(run_list: RunList) -> Element:
     buttons = []
     for i, path in enumerate(run_list.results):
-        kind = kind_of(path)
-        name = path.parent.name if kind == "sweep" else path.stem
+        name = path.parent.name if (kind := kind_of(path)) == "sweep" else path.stem
         buttons.append(_button(name, data_intent="result", data_result=str(i), data_kind=kind))
     return html.Div(buttons, className="verdicts", id="result-list")
 

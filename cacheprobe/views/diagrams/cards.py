@@ -11,9 +11,9 @@ from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
-from cacheprobe.views.lens_table import reads_and_predicts
+from cacheprobe.views.diagrams.lens_grid import reads_and_predicts
 from cacheprobe.views.report.insight import insight
-from cacheprobe.views.text import markup, text_of, token_label, visible
+from cacheprobe.views.text import counted, markup, text_of, token_label, visible
 from cacheprobe.views.text import token_texts as known_texts
 from cacheprobe.views.thoughts.columns import Column, Story, story_of
 
@@ -43,19 +43,15 @@ def token_card(
     default the committed row.  token_texts: from `token_texts`; tokens that no table names are shown as "<id>".
     Raises: ValueError if the row has no reading.
     """
-    readings = hypotheses[(hypotheses.request_id == request_id) & (hypotheses.position == position)]
-    readings = readings[
-        (readings.site != "thought") & ((readings.status == "committed") if row is None else (readings.row == row))
-    ]
+    in_table = hypotheses[hypotheses.request_id == request_id]
+    readings = in_table[(in_table.position == position) & (in_table.site != "thought")]
+    readings = readings[(readings.status == "committed") if row is None else (readings.row == row)]
     if readings.empty:
-        in_table = hypotheses[hypotheses.request_id == request_id]
-        available = f"it has positions {in_table.position.min()} to {in_table.position.max()}" if len(in_table) else (
-            f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
-        )  # fmt: skip
-        row_words = "canonical row" if row is None else f"row {row}"
-        raise ValueError(
-            f"there is no reading of a {row_words} of request {request_id} at position {position}; {available}"
-        )
+        available = f"the table has requests {sorted(hypotheses.request_id.unique().tolist())}"
+        if len(in_table):
+            available = f"it has positions {in_table.position.min()} to {in_table.position.max()}"
+        of_row = f"{'canonical row' if row is None else f'row {row}'} of request {request_id} at position {position}"
+        raise ValueError(f"there is no reading of a {of_row}; {available}")
     of_request = rows[rows.request_id == request_id]
     generated_index = position - int(of_request[of_request.role == "prompt"].position.max())
     history = token_history(events[events.request_id == request_id])
@@ -92,26 +88,16 @@ def card_parts(
     status = line.status.replace("_", " ")
     if line.status in DISCARDED_DRAFT:
         outcomes = ()  # the next token was committed after another text
-    facts = [
-        (
-            "read",
-            f"<code>{markup(visible(input_token))}</code> at position {line.position} of request {line.request_id}",
-        ),
-        ("predicts", f"position {line.position + 1}"),
-        ("row", f"{markup(status)}, {markup(line.phase)} in step {line.step}"),
-        *(
-            (
-                "draft" if outcome.outcome in ("rolled_back", "given_up") else "next token",
-                _outcome_text(outcome, token_texts),
-            )
-            for outcome in outcomes
-        ),
-        (
-            "prediction depth",
-            f"from layer {depth['prediction_depth']} on, after {_flips_text(int(depth['num_flips']))}",
-        ),
-        ("path", f"<code>{markup(depth['path'])}</code>"),
-    ]
+    read = f"<code>{markup(visible(input_token))}</code> at position {line.position} of request {line.request_id}"
+    facts = [("read", read), ("predicts", f"position {line.position + 1}")]
+    facts.append(("row", f"{markup(status)}, {markup(line.phase)} in step {line.step}"))
+    for outcome in outcomes:
+        name = "draft" if outcome.outcome in ("rolled_back", "given_up") else "next token"
+        facts.append((name, _outcome_text(outcome, token_texts)))
+    flips = int(depth["num_flips"])
+    changes = "no change" if not flips else f"{counted(flips, 'change')} of first choice"
+    facts.append(("prediction depth", f"from layer {depth['prediction_depth']} on, after {changes}"))
+    facts.append(("path", f"<code>{markup(depth['path'])}</code>"))
     facts_html = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts)
     return _title(line, depth), f'<dl class="facts">{facts_html}</dl>{_layer_table(table, token_texts)}'
 
@@ -120,10 +106,8 @@ def _title(line: TableLine, depth: JsonDict) -> str:
     final_token = visible(line.token)
     depth_layer = depth["prediction_depth"]
     if line.status in DISCARDED_DRAFT:
-        input_words = (
-            "a rejected token, or one after it" if line.status == "rolled_back" else "a draft that was given up"
-        )
-        return f"This row was fed {input_words}; it predicted “{final_token}” from layer {depth_layer} on"
+        fed = "a rejected token, or one after it" if line.status == "rolled_back" else "a draft that was given up"
+        return f"This row was fed {fed}; it predicted “{final_token}” from layer {depth_layer} on"
     if pd.isna(line.committed_token_id):
         return f"“{final_token}” is the last word of a row after which nothing was committed"
     committed = visible(line.committed_token)
@@ -176,10 +160,6 @@ def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
         f'<div class="ladder" tabindex="0"><table><thead><tr><th>layer</th>{head}</tr></thead>'
         f'<tbody>{"".join(lines)}</tbody></table></div><p class="note">{note}</p>'
     )
-
-
-def _flips_text(flips: int) -> str:
-    return "no change" if not flips else f"{flips} change{'s' * (flips != 1)} of first choice"
 
 
 def thought_card(

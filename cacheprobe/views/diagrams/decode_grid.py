@@ -10,9 +10,9 @@ from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
 from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, margin_texture
-from cacheprobe.views.diagrams.timeline import LABEL_WIDTH, drawn_requests, key
+from cacheprobe.views.diagrams.timeline import LABEL_WIDTH, drawn_requests, key, request_name
 from cacheprobe.views.diagrams.windows import verified_requests
-from cacheprobe.views.text import text_of, token_label, visible
+from cacheprobe.views.text import counted, text_of, token_label, visible
 
 TOKEN_PITCH = 56
 """Pixels from one token to the next."""
@@ -98,18 +98,18 @@ def decode_piece(
     """Returns the grid of requests by generated tokens as a `TitledPicture` (title, note, HTML body). history: one line
     for each drafted or committed token, from `token_history`. standing: the tokens at each place after the step, from
     `standing_at`.  verified: by request, whether the request is ever verified."""
-    counted = list(requests) if chosen is None else [chosen[0]]
-    state_counts = standing[standing.request_id.isin(counted)].state.value_counts()
+    whose = list(requests) if chosen is None else [chosen[0]]
+    state_counts = standing[standing.request_id.isin(whose)].state.value_counts()
     num_committed = int(state_counts.get("committed", 0) + state_counts.get("pending", 0))
-    parts = [f"{num_committed} token{'s' * (num_committed != 1)} committed"]
+    parts = [f"{counted(num_committed, 'token')} committed"]
     if num_drafts := int(state_counts.get("draft", 0)):
-        parts.append(f"{num_drafts} draft token{'s' * (num_drafts != 1)} without a verdict")
+        parts.append(f"{counted(num_drafts, 'draft token')} without a verdict")
     # counted in the history: `standing` shows the recovered token in place of the first rejected one
     is_lost = (history.outcome == "rolled_back").fillna(False)
-    lost = history.request_id.isin(counted) & (history.decided_step == step).fillna(False) & is_lost
+    lost = history.request_id.isin(whose) & (history.decided_step == step).fillna(False) & is_lost
     if lost.any():
         parts.append(f"{lost.sum()} rolled back now")
-    subject = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {counted[0]} has"
+    subject = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {whose[0]} has"
     picture = decode_picture(standing, requests, places, token_texts, verified=verified, chosen=chosen, step=step)
     body = f"<div class='scroll'>{picture}</div>{key(STATES_LEGEND)}{key(GRID_LEGEND)}"
     return TitledPicture(f"After step {step}, {subject} {', '.join(parts)}", _NOTE, body)
@@ -140,9 +140,7 @@ def decode_picture(
             parts.append(svg.text(_x(i) + _CELL / 2, y, position, "small muted", "middle"))
     y_of_request = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
     for request, y in y_of_request.items():
-        classes = "strong" if chosen and request == chosen[0] else "muted"
-        name = svg.text(2, y + 17, f"request {request}", classes)
-        parts.append(f'<g class="pick" data-request="{request}">{name}</g>')
+        parts.append(request_name(request, y, bool(chosen and request == chosen[0])))
     for line in shown.itertuples():
         x, y = _x(places.index(line.place)), y_of_request[line.request_id]
         parts.append(_token_cell(line, x, y, text_of(token_texts, line.token_id), verified[line.request_id], step))

@@ -1,23 +1,25 @@
 """Draws one verify window of a run as panels: prefill, decode, verify, and the outcome (rollback or no rollback)."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cylinder import swatch
+from cacheprobe.views.diagrams.cache import swatch
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
 from cacheprobe.views.diagrams.panels import (
+    DecodedToken,
     Panel,
-    PanelToken,
     decode_panel,
     outcome_panel,
     prefill_panel,
     token_name,
+    token_tip,
     verify_panel,
 )
 from cacheprobe.views.diagrams.windows import Window, verified_requests
-from cacheprobe.views.text import text_of
+from cacheprobe.views.text import counted, text_of
 
 _LEGEND = (
     ("blue", None, None, "prefill"),
@@ -46,8 +48,7 @@ def window_diagram(
     ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: from `token_texts`.
     Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
     """
-    panels = window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic)
-    return TitledPicture(window_finding(window), "", side_by_side(panels) + legend()).alone
+    return window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic).alone
 
 
 def decoded_diagram(
@@ -66,11 +67,33 @@ def decoded_diagram(
         raise ValueError(f"there is no decoding of request {request_id}; the table has events of {listed or 'none'}")
     if request_id in verified_requests(events):
         raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
-    panels = decoded_phases(request_id, events, ledgers, token_texts)
-    return TitledPicture(decoded_finding(of_request), "", side_by_side(panels) + legend()).alone
+    return decoded_phases(request_id, events, ledgers, token_texts).alone
 
 
-def window_finding(window: Window) -> str:
+class Phases(NamedTuple):
+    """Holds the phases of a verify window, or of a never verified request, each as a panel, and the sentence above."""
+
+    finding: str
+    """Plain text."""
+    panels: list[Panel]
+
+    @property
+    def body(self) -> str:
+        """HTML of the panels side by side, without styles and legend; the page must have the styles of the diagrams."""
+        return f'<div class="panels">{"".join(panel.html for panel in self.panels)}</div>'
+
+    @property
+    def html(self) -> str:
+        """HTML of the sentence and the panels, for a page that already has the styles."""
+        return TitledPicture(self.finding, "", self.body).html
+
+    @property
+    def alone(self) -> Markup:
+        """HTML of the sentence, the panels and the legend with the styles, as a `Markup`."""
+        return TitledPicture(self.finding, "", self.body + key_list(keys())).alone
+
+
+def _window_finding(window: Window) -> str:
     """Returns a sentence, as plain text, on a verify window: how many of its draft tokens were rolled back, or that all
     were accepted, or that there were none."""
     drafted, accepted = len(window.draft_token_ids), window.num_accepted
@@ -84,14 +107,6 @@ def window_finding(window: Window) -> str:
     return f"Request {window.request_id}, the window that ends in step {window.step}: {result}"
 
 
-def decoded_finding(of_request: pd.DataFrame) -> str:
-    """Returns a sentence, as plain text: how many tokens a never verified request committed. of_request: the request's
-    lines of the events table."""
-    count = int(of_request.committed_token_ids.map(len).sum())
-    tokens = f"{count} token{'s' * (count != 1)}"
-    return f"Request {of_request.request_id.iloc[0]} is never verified: its {tokens} were committed as decoded"
-
-
 def window_phases(
     window: Window,
     events: pd.DataFrame,
@@ -99,28 +114,31 @@ def window_phases(
     token_texts: Mapping[int, str],
     *,
     is_deterministic: bool = False,
-) -> list[Panel]:
-    """Returns a list with the four panels of one verify window: prefill, decode, verify, outcome. Arguments as for
+) -> Phases:
+    """Returns the `Phases` of one verify window, four panels: prefill, decode, verify, outcome. Arguments as for
     `window_diagram`."""
     after_prefill, after_decode, after_verify = ledgers
-    drafted = [
-        PanelToken(token_name(i + 1, is_draft=True), text_of(token_texts, token_id), step, window.start + i)
-        for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True))
-    ]
-    newest = PanelToken("T₀", text_of(token_texts, window.newest_token_id), None, window.start - 1)
+    request, drafted = window.request_id, []
+    for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True)):
+        name, tip = token_name(i + 1, is_draft=True), token_tip(request, window.start + i, "draft token", step)
+        chip = svg.Chip(name, text_of(token_texts, token_id), "yellow", "provisional", tip=tip)
+        drafted.append(DecodedToken(chip, step))
+    tip = token_tip(request, window.start - 1, "committed")
+    newest = svg.Chip("T₀", text_of(token_texts, window.newest_token_id), "green", tip=tip)
     name = "deterministic request" if is_deterministic else f"request {window.request_id}"
-    return [
-        prefill_panel(events, window.request_id, window.prefill_steps, after_prefill, name),
-        decode_panel(events, window.request_id, after_decode, newest, drafted),
+    panels = [
+        prefill_panel(events, request, window.prefill_steps, after_prefill, name),
+        decode_panel(events, request, after_decode, newest, drafted),
         verify_panel(window, token_texts),
         outcome_panel(window, after_verify, token_texts),
     ]
+    return Phases(_window_finding(window), panels)
 
 
 def decoded_phases(
     request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
-) -> list[Panel]:
-    """Returns the prefill and the decode panel of a never verified request, as a list.
+) -> Phases:
+    """Returns the `Phases` of a never verified request: the prefill and the decode panel.
 
     ledgers: the request's ledger after its last prefill step, and at its end.
     """
@@ -137,25 +155,18 @@ def decoded_phases(
     num_generated = int(of_request.committed_token_ids.map(len).sum())
     # the newest token has no slot yet: the text ends one position after the last slot
     first_position = int(at_end.position.max()) + 1 - (num_generated - 1)
-    columns = [
-        PanelToken(token_name(i), text_of(token_texts, token_id), step, first_position + i)
-        for i, (token_id, step) in enumerate(decoded, start=1)
-    ]
-    newest = PanelToken("T₀", text_of(token_texts, first_generated), int(prefills.step.max()), first_position)
-    return [
+    columns = []
+    for i, (token_id, step) in enumerate(decoded, start=1):
+        tip = token_tip(request_id, first_position + i, "committed as decoded", step)
+        columns.append(DecodedToken(svg.Chip(token_name(i), text_of(token_texts, token_id), "grey", tip=tip), step))
+    tip = token_tip(request_id, first_position, "committed")
+    newest = svg.Chip("T₀", text_of(token_texts, first_generated), "green", tip=tip)
+    panels = [
         prefill_panel(events, request_id, prefills.step.tolist(), after_prefill, f"request {request_id}"),
         decode_panel(events, request_id, at_end, newest, columns, is_verified=False),
     ]
-
-
-def side_by_side(panels: Sequence[Panel]) -> str:
-    """Returns HTML of panels side by side, without styles and legend; the page must have the styles of the diagrams."""
-    return f'<div class="panels">{"".join(panel.html for panel in panels)}</div>'
-
-
-def legend() -> str:
-    """Returns the legend of the diagrams as an HTML list: the meaning of each colour, texture and sign."""
-    return key_list(keys())
+    tokens = counted(num_generated, "token")
+    return Phases(f"Request {request_id} is never verified: its {tokens} were committed as decoded", panels)
 
 
 def key_list(entries: Sequence[tuple[str, str]], first: str = "") -> str:

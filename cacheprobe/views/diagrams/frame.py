@@ -131,24 +131,16 @@ def picture_alone(
     title_lines = _wrapped(title, (width - 2 * _MARGIN) / 1.35)
     top = _HEAD + 24 * (len(title_lines) - 1)
     note_lines = _wrapped(_without_tags(note), width - 2 * _MARGIN)
-    parts = [_moved_to(_MARGIN, top, _inside(picture))]
-    parts += [
-        _text_element(_MARGIN, top + height + 20 + _LINE * n, line, "said muted") for n, line in enumerate(note_lines)
-    ]
-    return _svg_file(
-        "\n".join(title_lines), width, top + height + 20 + _LINE * len(note_lines), parts, keys, styles, textures
-    )
+    end = top + height + 20
+    notes = [_text_element(_MARGIN, end + _LINE * n, line, "said muted") for n, line in enumerate(note_lines)]
+    parts = [_moved_to(_MARGIN, top, _inside(picture)), *notes]
+    return _svg_file("\n".join(title_lines), width, end + _LINE * len(notes), parts, keys, styles, textures)
 
 
 def _svg_file(
-    title: str,
-    width: float,
-    bottom: float,
-    parts: list[str],
-    keys: Sequence[tuple[str, str]],
-    styles: str = "",
+    title: str, width: float, bottom: float, parts: list[str], keys: Sequence[tuple[str, str]], styles: str = "",
     textures: str = "",
-) -> Drawing:
+) -> Drawing:  # fmt: skip
     x, y = float(_MARGIN), bottom + 8
     for sign, meaning in keys:
         entry_width = 26 + _LETTER * columns_of(meaning) + 18

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import pandas as pd
 
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cylinder import CACHE_HEIGHT, cylinder_strokes
+from cacheprobe.views.diagrams.cache import CACHE_HEIGHT, cylinder_strokes
 from cacheprobe.views.diagrams.frame import Panel
 from cacheprobe.views.diagrams.windows import Window
-from cacheprobe.views.text import markup, subscript, text_of, token_label
+from cacheprobe.views.text import counted, markup, subscript, text_of, token_label
 
 WIDTH = 280
 _OUTCOMES = {  # colour, texture, sign of the verifier's token
@@ -38,9 +38,8 @@ def prefill_panel(
         svg.text(112, y + 37, f"{len(ledger)} prompt tokens", "halo on-blue", "middle"),
     ]
     if others:
-        stack = min(others, 3)
+        stack, tip = min(others, 3), f"{_other_requests(others)} of this run; {num_in_batch} in these passes"
         for i in reversed(range(stack)):  # the last one stands in front
-            tip = f"{_other_requests(others)} of this run; {num_in_batch} in these passes"
             parts.append(svg.box(12 + 9 * i, y + 72 + 7 * (stack - 1 - i), 200, 44, "grey", tip=tip))
         label_y = y + 72 + 7 * (stack - 1) + 26
         parts.append(svg.text(112, label_y, _other_requests(others), "halo on-grey", "middle"))
@@ -48,7 +47,7 @@ def prefill_panel(
     up_to = "up to " if passes[["batch_rows", "batch_slots"]].drop_duplicates().shape[0] > 1 else ""
     shape = f"{up_to}{passes.batch_rows.max()} × {passes.batch_slots.max()}"
     batch = f"{_other_requests(num_in_batch)} beside it" if num_in_batch else "no other request beside it"
-    sentence = f"The prompt was read in {count} pass{'es' * (count != 1)} of {shape} tokens, {batch}."
+    sentence = f"The prompt was read in {counted(count, 'pass')} of {shape} tokens, {batch}."
     height = y + (134 if others else 52)
     label = f"Prefill: {len(ledger)} prompt tokens of request {request_id}, {_other_requests(others)}"
     return Panel("Prefill", step_note(passes.step), svg.picture(WIDTH, height, label, parts), sentence)
@@ -115,11 +114,9 @@ def _compared(window: Window, index: int) -> str:
 def _verdict_sentence(window: Window, texts: Mapping[int, str]) -> str:
     accepted, drafted = window.num_accepted, len(window.draft_token_ids)
     has_own_token = len(window.committed_token_ids) > accepted
-    sentence = (
-        f"{accepted} of {drafted} draft tokens equal the verifier's tokens."
-        if drafted
-        else "There was nothing to compare."
-    )
+    sentence = "There was nothing to compare."
+    if drafted:
+        sentence = f"{accepted} of {drafted} draft tokens equal the verifier's tokens."
     if not has_own_token:
         return sentence
     name, token = token_name(accepted + 1), _quoted(texts, window.committed_token_ids[-1])
@@ -133,9 +130,9 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     """Returns the `Panel` (heading, picture, sentence) after the verdict, with the heading "No rollback" or "Rollback":
     the cache that remains, the committed tokens, and the rolled-back draft tokens."""
     back = window.is_rollback
-    title = (
-        ["KV cache restored", "to the final", "accepted token"] if back else ["KV cache after", "accepting all tokens"]
-    )
+    title = ["KV cache after", "accepting all tokens"]
+    if back:
+        title = ["KV cache restored", "to the final", "accepted token"]
     parts = cylinder_strokes(title, ledger, step=window.step, truncated=window.num_truncated)
     last = len(window.committed_token_ids)
     request, start = window.request_id, window.start - 1
@@ -149,24 +146,19 @@ def outcome_panel(window: Window, ledger: pd.DataFrame, texts: Mapping[int, str]
     parts.append(svg.text(8, y, "sequence", "small muted"))
     placed, y = _flow(chips, y + 12, limit=10)
     parts += placed
-    dropped = [
-        svg.Chip(
-            token_name(i, is_draft=True), text_of(texts, token_id), "red", sign="cross",
-            tip=token_tip(request, start + i, "rolled back", window.step),
-        )
-        for i, token_id in enumerate(window.draft_token_ids, 1)
-        if i > window.num_accepted
-    ]  # fmt: skip
+    dropped = []
+    for i, token_id in list(enumerate(window.draft_token_ids, 1))[window.num_accepted :]:
+        tip = token_tip(request, start + i, "rolled back", window.step)
+        name = token_name(i, is_draft=True)
+        dropped.append(svg.Chip(name, text_of(texts, token_id), "red", sign="cross", tip=tip))
     if dropped:
         parts.append(svg.text(8, y + 18, "rolled back", "small muted"))
         placed, y = _flow(dropped, y + 30, limit=5)
         parts += placed
-    title_word = "Rollback" if back else "No rollback"
-    newest = token_name(last)
+    title_word, newest = "Rollback" if back else "No rollback", token_name(last)
+    sentence = f"Sequence and KV after accepting all tokens (including {newest}, whose slot is pending)."
     if back:
         sentence = f"Sequence and KV restored to the final accepted token; {newest} is committed, its slot pending."
-    else:
-        sentence = f"Sequence and KV after accepting all tokens (including {newest}, whose slot is pending)."
     if window.finish:
         sentence += f" The request ends here ({markup(window.finish)})."
     label = f"{title_word}: {last} tokens committed, {len(dropped)} rolled back"
@@ -220,7 +212,7 @@ def _quoted(texts: Mapping[int, str], token_id: int) -> str:
 
 
 def _other_requests(count: int) -> str:
-    return f"{count} other request{'s' * (count != 1)}"
+    return f"{counted(count, 'other request')}"
 
 
 def step_note(steps: Sequence[int] | pd.Series) -> str:
@@ -237,18 +229,15 @@ second."""
 _MOST_REQUESTS = 8
 
 
-class PanelToken(NamedTuple):
-    """Holds one token of the decode panel: its name (such as T1), text, step and position."""
+class DecodedToken(NamedTuple):
+    """Holds one token of the decode panel, and the step that drafted or committed it."""
 
-    name: str
-    text: str
-    step: int | None
-    """Step that drafted or committed the token; None if the token was committed before the window."""
-    position: int
+    chip: svg.Chip
+    step: int
 
 
 def decode_panel(
-    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: PanelToken, columns: Sequence[PanelToken],
+    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: svg.Chip, columns: Sequence[DecodedToken],
     *, is_verified: bool = True,
 ) -> Panel:  # fmt: skip
     """Returns the `Panel` (heading, picture, sentence) of a request's decode phase: the cache, the committed token T0
@@ -257,36 +246,27 @@ def decode_panel(
 
     is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
     """
-    colour, texture = ("yellow", "provisional") if is_verified else ("grey", None)
-    kind = "draft token" if is_verified else "committed as decoded"
-    shown = abridged(len(columns), 4)
-    gap = 6
+    shown, gap, count = abridged(len(columns), 4), 6, len(columns)
     width = min((WIDTH - 80 - 8 - gap * (len(shown) - 1)) / max(len(shown), 1), 60)
-    places_of_tokens = [(80 + place * (width + gap), index) for place, index in enumerate(shown)]
+    x_positions = [80 + place * (width + gap) for place in range(len(shown))]
     top = CACHE_HEIGHT + 14
-    parts = cylinder_strokes(["KV cache", "after decode"], ledger)
-    tip = token_tip(request_id, newest.position, "committed")
-    parts.append(svg.chip(8, top, 64, svg.Chip("T₀", newest.text, "green", tip=tip)))
-    for x, index in places_of_tokens:
-        if index < 0:
-            parts.append(svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle"))
-            continue
-        token = columns[index]
-        tip = token_tip(request_id, token.position, kind, token.step)
-        parts.append(svg.chip(x, top, width, svg.Chip(token.name, token.text, colour, texture, tip=tip)))
+    parts = [*cylinder_strokes(["KV cache", "after decode"], ledger), svg.chip(8, top, 64, newest)]
+    for x, index in zip(x_positions, shown, strict=True):
+        hidden = svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle")
+        parts.append(hidden if index < 0 else svg.chip(x, top, width, columns[index].chip))
     steps = [columns[index].step if index >= 0 else None for index in shown]
-    grid, height = _margin_grid(events, request_id, steps, [x for x, _ in places_of_tokens], width, top + 54, colour)
-    count = len(columns)
-    if is_verified and count:
-        draft_tokens = f"{count} draft token{'s' * (count != 1)}"
-        sentence = f"The fast path or drafter proposed {draft_tokens}; the slots it wrote are provisional."
-    elif is_verified:
-        sentence = "Nothing was drafted: the verifier alone chose the next token."
-    else:
+    colour = "yellow" if is_verified else "grey"
+    grid, height = _margin_grid(events, request_id, steps, x_positions, width, top + 54, colour)
+    if not is_verified:
         sentence = "This request is never verified: each token is committed as it is decoded, and its cache slots stay."
-    note = step_note([token.step for token in columns if token.step is not None])
-    label = f"Decode: T0 and {count} tokens {kind}"
-    return Panel("Decode", note, svg.picture(WIDTH, height, label, parts + grid), sentence)
+    elif count:
+        draft_tokens = counted(count, "draft token")
+        sentence = f"The fast path or drafter proposed {draft_tokens}; the slots it wrote are provisional."
+    else:
+        sentence = "Nothing was drafted: the verifier alone chose the next token."
+    label = f"Decode: T0 and {count} tokens {'draft token' if is_verified else 'committed as decoded'}"
+    picture = svg.picture(WIDTH, height, label, parts + grid)
+    return Panel("Decode", step_note([token.step for token in columns]), picture, sentence)
 
 
 def _margin_grid(
@@ -313,9 +293,8 @@ def _margin_grid(
             if step is None or (row, step) not in margins.index:
                 continue
             margin = margins[row, step]
-            is_known = bool(pd.notna(margin))
-            margin_words = f"{margin:.2f} nats between its two best tokens" if is_known else "no model pass"
-            tip = f"request {row}, step {step}: {margin_words}"
+            words = "no model pass" if pd.isna(margin) else f"{margin:.2f} nats between its two best tokens"
+            tip = f"request {row}, step {step}: {words}"
             parts.append(svg.box(x, y, width, 18, tint, margin_texture(margin, tint), radius=3, tip=tip))
         y += 22
     if more := len(others[_MOST_REQUESTS - 1 :]):
@@ -323,14 +302,10 @@ def _margin_grid(
         y += 20
     y += 18
     parts.append(svg.text(8, y, "top-two margin, nats", "small muted"))
-    keys = [
-        (SETTLED_NATS, f"≥ {SETTLED_NATS:g}"),
-        ((SETTLED_NATS + CONTESTED_NATS) / 2, "between"),
-        (0.0, f"< {CONTESTED_NATS:g}"),
-    ]
-    for i, (margin, label) in enumerate(keys):
+    keys = ((None, f"≥ {SETTLED_NATS:g}"), ("crossed-grey", "between"), ("dotted-grey", f"< {CONTESTED_NATS:g}"))
+    for i, (texture, label) in enumerate(keys):
         x = 8 + i * 88
-        parts.append(svg.box(x, y + 8, 26, 13, "grey", margin_texture(margin, "grey"), radius=3))
+        parts.append(svg.box(x, y + 8, 26, 13, "grey", texture, radius=3))
         parts.append(svg.text(x + 32, y + 19, label, "small muted"))
     return parts, y + 26
 

@@ -6,7 +6,7 @@ import pandas as pd
 
 from cacheprobe.core.values import TableLine
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cylinder import swatch
+from cacheprobe.views.diagrams.cache import swatch
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
 from cacheprobe.views.diagrams.windows import verified_requests
 
@@ -92,13 +92,14 @@ def timeline_piece(
     picture: from `timeline_picture` of these requests and steps.  all_requests, all_steps: of the run.  finding: the
     title, from `timeline_finding` of the whole run.  note: HTML that follows the description.
     """
-    description = f"{len(requests)} of {len(all_requests)} requests, "
-    if len(requests) == len(all_requests):
-        description = f"All {len(all_requests)} requests, "
-    elif len(requests) == 1:
-        description = f"Request {requests[0]} of {len(all_requests)}, "
-    elif list(requests) == list(range(requests[0], requests[0] + len(requests))):
-        description = f"Requests {requests[0]} to {requests[-1]} of {len(all_requests)}, "
+    count, first = len(requests), requests[0]
+    description = f"{count} of {len(all_requests)} requests, "
+    if count == len(all_requests):
+        description = f"All {count} requests, "
+    elif count == 1:
+        description = f"Request {first} of {len(all_requests)}, "
+    elif list(requests) == list(range(first, first + count)):
+        description = f"Requests {first} to {requests[-1]} of {len(all_requests)}, "
     is_whole = steps.start <= all_steps.start and steps.stop >= all_steps.stop
     description += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {all_steps.stop - 1}."
     legend_items = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
@@ -159,12 +160,8 @@ def timeline_picture(
     height = _TOP + _ROW * len(requests) + 2
     parts = []
     for request, y in y_of_request.items():
-        classes = "strong" if request == chosen else "muted"
-        parts.append(
-            f'<g class="pick" data-request="{request}">'
-            + svg.text(2, y + 17, f"request {request}", classes)
-            + f'<path d="M{LABEL_WIDTH} {y + _ROW - 3}H{width - 4}" class="rule"/></g>'
-        )
+        rule = f'<path d="M{LABEL_WIDTH} {y + _ROW - 3}H{width - 4}" class="rule"/>'
+        parts.append(request_name(request, y, request == chosen, rule))
     for step in steps:
         has_room = step != steps.start or step % every == 0 or (-step) % every > every // 2
         if (step % every == 0 or step == steps.start) and has_room:
@@ -178,14 +175,18 @@ def timeline_picture(
         parts.append(f'<g class="pick" {about}>{drawn}</g>')
     x = LABEL_WIDTH + pitch * (0 if at is None else at - steps.start)
     hidden = "" if at in steps else ' style="display:none"'
-    frame = (
-        f'<rect class="cursor" x="{x - 2:g}" y="{_TOP - 7}" '
-        f'width="{cell + 4:g}" height="{_ROW * len(requests) + 4}" rx="5"{hidden}/>'
-    )
+    frame = f'<rect class="cursor" x="{x - 2:g}" y="{_TOP - 7}" width="{cell + 4:g}" '
+    frame += f'height="{_ROW * len(requests) + 4}" rx="5"{hidden}/>'
     label = f"Timeline of {len(requests)} requests, steps {steps.start} to {steps.stop - 1}"
     drawn = svg.picture(width, height, label, [*parts, frame], style=f"width:{width}px;max-width:none")
     facts = f'data-first="{steps.start}" data-last="{steps.stop - 1}" data-pitch="{pitch:g}" data-left="{LABEL_WIDTH}"'
     return drawn.replace("<svg ", f"<svg {facts} ", 1)
+
+
+def request_name(request: int, y: float, is_chosen: bool, more: str = "") -> str:
+    """Returns SVG of a request's name left of its line; it carries data-request. more: SVG elements beside it."""
+    name = svg.text(2, y + 17, f"request {request}", "strong" if is_chosen else "muted")
+    return f'<g class="pick" data-request="{request}">{name}{more}</g>'
 
 
 def key(items: Sequence[tuple[str, str | None, str]]) -> str:

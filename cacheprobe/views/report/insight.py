@@ -9,11 +9,13 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
-from cacheprobe.views.lens_table import runs_of
-from cacheprobe.views.text import shorten, text_of, visible
+from cacheprobe.views.text import counted, runs_of, shorten, text_of, visible
 
 _COLUMNS = 24
 """Largest width of a token in a sentence, in columns of a monospaced font."""
+
+
+_LOST = ("rolled_back", "given_up")
 
 
 class ChosenToken(NamedTuple):
@@ -72,13 +74,9 @@ def first_insight(
 
 
 def insight(
-    readings: pd.DataFrame,
-    rows: pd.DataFrame,
-    outcomes: Sequence[TokenOutcome],
-    token_texts: Mapping[int, str],
-    *,
-    step: int | None = None,
-) -> str:
+    readings: pd.DataFrame, rows: pd.DataFrame, outcomes: Sequence[TokenOutcome], token_texts: Mapping[int, str],
+    *, step: int | None = None,
+) -> str:  # fmt: skip
     """Returns, as plain text, what became of the tokens at one position: the draft, its verdict, the committed token,
     and the layers whose first choice each of them was.
 
@@ -90,8 +88,8 @@ def insight(
     lost = next((token for token in reversed(outcomes) if token.outcome == "rolled_back"), None)
     if step is not None:
         outcomes = outcomes_of_row(outcomes, step)
-        lost = next((token for token in outcomes if token.outcome in ("rolled_back", "given_up")), None)
-    kept = next((token for token in reversed(outcomes) if token.outcome not in (None, "rolled_back", "given_up")), None)
+        lost = next((token for token in outcomes if token.outcome in _LOST), None)
+    kept = next((token for token in reversed(outcomes) if token.outcome not in (None, *_LOST)), None)
     parts = [_verdict_text(outcomes, lost, kept, rows, token_texts)]
     if len(readings) and kept is not None:
         parts.append(_layers_text(readings, lost, kept, token_texts))
@@ -106,13 +104,11 @@ def insight_in_vain(readings: pd.DataFrame, row: TableLine) -> str:
     rows table.
     """
     fed = "a rejected draft or one behind it" if row.status == "rolled_back" else "a draft that was given up"
-    sentence = (
-        f"fed “{shorten(visible(row.token), _COLUMNS)}”, {fed}; no committed token can be compared with its prediction"
-    )
+    sentence = f"fed {_quoted_text(row.token)}, {fed}; no committed token can be compared with its prediction"
     if readings.empty:
         return sentence
     last = readings.sort_values("layer").iloc[-1]
-    token = f"“{shorten(visible(last.token), _COLUMNS)}”"
+    token = _quoted_text(last.token)
     depth = f", first from layer {last.prediction_depth} on" if last.prediction_depth < last.layer else ""
     return f"{sentence}. Through the {last.lens} lens, layer {last.layer}, the last read, had {token} first{depth}"
 
@@ -187,7 +183,11 @@ def _span(chosen: list[int], layers: list[int]) -> str:
 
 
 def _quoted(token_id: int, texts: Mapping[int, str]) -> str:
-    return f"“{shorten(visible(text_of(texts, int(token_id))), _COLUMNS)}”"
+    return _quoted_text(text_of(texts, int(token_id)))
+
+
+def _quoted_text(text: str) -> str:
+    return f"“{shorten(visible(text), _COLUMNS)}”"
 
 
 def drafts_sentence(drafter: str, events: pd.DataFrame) -> str:
@@ -199,5 +199,5 @@ def drafts_sentence(drafter: str, events: pd.DataFrame) -> str:
     parts = f"{accepted} accepted, {rolled_back} rolled back"
     if behind := rolled_back - rejected:
         parts += f": {rejected} rejected, {behind} behind a rejected one"
-    of_tokens = f"{drafted} token{'s' * (drafted != 1)} that {'was' if drafted == 1 else 'were'} verified"
+    of_tokens = f"{counted(drafted, 'token')} that {'was' if drafted == 1 else 'were'} verified"
     return f"{drafter or 'The fast path'} drafted {of_tokens}: {parts}."

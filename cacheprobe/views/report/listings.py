@@ -40,7 +40,7 @@ def run_listings(trace: "Trace") -> list[Listing]:
         Listing("fingerprint", (), _pairs(trace.fingerprint)),
         _requests(trace),
         Listing("verdicts", (), _verdicts(trace.events()), "" if trace.num_drafted else "nothing was drafted"),
-        _agreement(trace, "first choice = committed token, by layer", None),
+        _agreement(trace, None),
     ]
 
 
@@ -71,18 +71,15 @@ def request_listings(trace: "Trace", request_id: int) -> list[Listing]:
         about += _pairs({f"sampling: {name}": value for name, value in fields.items() if value not in (None, ())})
     windows = () if events_of_request.empty else find_windows(events, request_id)
     counts = trace.rows(request_id).groupby(["phase", "status"]).size()
+    of_windows = ("step", "first position", "fed", "the verifier's own", "accepted", "verdict")
+    lines, never = [_window_line(window, texts) for window in windows], "" if windows else "it was never verified"
     listings = [
         Listing(f"request {request_id}", (), about),
-        Listing(
-            "windows",
-            ("step", "first position", "fed", "the verifier's own", "accepted", "verdict"),
-            [_window_line(window, texts) for window in windows],
-            "" if windows else "it was never verified",
-        ),
+        Listing("windows", of_windows, lines, never),
         Listing("verdicts", (), _verdicts(events_of_request)),
         Listing("rows", ("pass", "status", "rows"), [(*map(str, key), str(n)) for key, n in counts.items()]),
         _cache(trace, request_id),
-        _agreement(trace, "first choice = committed token, by layer", request_id),
+        _agreement(trace, request_id),
     ]
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         lines = thought_lines(story_of(trace.thought_table, trace.row_table, events, request_id, texts))
@@ -154,18 +151,11 @@ def _requests(trace: "Trace") -> Listing:
         events_of_request = events[events.request_id == request_id]
         drafted, accepted, _, rolled_back = map(str, verified_drafts(events_of_request))
         is_verified = request_id in with_verdict
+        kind = "deterministic" if request.is_deterministic else "verified" if is_verified else "not verified"
+        texts_shown = _end_of(_prompt(trace, request_id, texts)), shorten(plain(trace.text(request_id)), _WIDTH)
         counts = (drafted, accepted, rolled_back) if is_verified else ("-", "-", "-")
-        rows.append(
-            (
-                str(request_id),
-                "deterministic" if request.is_deterministic else "verified" if is_verified else "not verified",
-                _end_of(_prompt(trace, request_id, texts)),
-                shorten(plain(trace.text(request_id)), _WIDTH),
-                str(len(trace.committed(request_id))),
-                *counts,
-                _finish(trace, request_id),
-            )
-        )
+        count = str(len(trace.committed(request_id)))
+        rows.append((str(request_id), kind, *texts_shown, count, *counts, _finish(trace, request_id)))
     return Listing("requests", columns, rows)
 
 
@@ -187,9 +177,10 @@ def _verdicts(events: pd.DataFrame) -> list[tuple[str, str]]:
     return _pairs(counts)
 
 
-def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
+def _agreement(trace: "Trace", request_id: int | None) -> Listing:
     """Returns a `Listing` by layer and verdict on the draft: the share of lens readings whose most likely token is the
     committed one. request_id: None for all requests."""
+    title = "first choice = committed token, by layer"
     if trace.hypothesis_table is None:
         why = UNREAD if trace.is_unread else "this run read no lens; with Z among the captured sites it does"
         return Listing(title, (), [], why)
@@ -199,10 +190,8 @@ def _agreement(trace: "Trace", title: str, request_id: int | None) -> Listing:
     if readings.agrees.notna().sum() == 0:
         return Listing(title, (), [], "no reading has a committed token to compare with")
     table = agreement(readings)
-    rows = [
-        (str(layer), *("-" if pd.isna(share) else f"{share:.2f}" for share in shares))
-        for layer, *shares in table.itertuples()
-    ]
+    cells = table.map(lambda share: "-" if pd.isna(share) else f"{share:.2f}")
+    rows = [(str(layer), *shares) for layer, *shares in cells.itertuples()]
     return Listing(title, ("layer", *(str(status).replace("_", " ") for status in table.columns)), rows)
 
 
@@ -213,11 +202,9 @@ def _window_line(window: Window, texts: dict[int, str]) -> tuple[str, ...]:
         " ".join(visible(text_of(texts, token_id)) for token_id in ids)
         for ids in ((window.newest_token_id, *window.draft_token_ids), window.target_token_ids)
     )
-    draft_verdict = (
-        "rolled back" if window.is_rollback else "accepted whole" if window.is_full_match else "nothing drafted"
-    )
+    verdict = "rolled back" if window.is_rollback else "accepted whole" if window.is_full_match else "nothing drafted"
     accepted = f"{window.num_accepted} of {len(window.draft_token_ids)}"
-    return (str(window.step), str(window.start - 1), fed, own, accepted, draft_verdict)
+    return (str(window.step), str(window.start - 1), fed, own, accepted, verdict)
 
 
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:

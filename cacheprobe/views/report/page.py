@@ -90,7 +90,7 @@ def figure_block(figure: go.Figure, name: str, note: str) -> str:
     return f'<figure><h3>{heading}</h3><figcaption>{note}</figcaption><div class="scroll">{html}</div></figure>'
 
 
-def table(columns: list[str], rows: list[list[object]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns an HTML table with all texts escaped; columns of numbers are aligned right. A narrow page scrolls a table
     of more than two columns."""
 

@@ -1,26 +1,32 @@
-"""Writes the report: one HTML page about one request of a run."""
+"""Writes the report, one HTML page about one request of a run, and its figures as files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheprobe.analysis.measures import lens_readings
+import plotly.graph_objects as go
+
+from cacheprobe.analysis.measures import lens_readings, prediction_depth
 from cacheprobe.core.files import write_whole
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.terminal import DASH_PORT, Progress
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import UNREAD
 from cacheprobe.trace.tables.draft_verdicts import verified_drafts
-from cacheprobe.views.diagrams.diagram import legend, side_by_side
-from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
-from cacheprobe.views.lens_table import BELOW
-from cacheprobe.views.report.figures import report_figures, report_grids, report_panels, shown_positions
+from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
+from cacheprobe.views.diagrams.diagram import Phases, decoded_phases, key_list, keys, window_phases
+from cacheprobe.views.diagrams.frame import Drawing, panels_alone
+from cacheprobe.views.diagrams.lens_grid import BELOW, LensGrid, grid_of
+from cacheprobe.views.diagrams.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
+from cacheprobe.views.images import FORMATS, image, require_browser, svg_image
+from cacheprobe.views.rejected import rejections_section
 from cacheprobe.views.report.insight import drafts_sentence, first_insight
 from cacheprobe.views.report.page import block, figure_block, page, table, with_contents
-from cacheprobe.views.report.rejections import rejections_section
 from cacheprobe.views.report.request_text import text_parts, text_piece
-from cacheprobe.views.text import markup, text_of, token_texts
+from cacheprobe.views.text import counted, markup, text_of, token_texts
 from cacheprobe.views.thoughts.columns import finding as thoughts_finding
 from cacheprobe.views.thoughts.columns import story_of
-from cacheprobe.views.thoughts.picture import THOUGHT_COLUMNS, thought_lines, thoughts_block
+from cacheprobe.views.thoughts.picture import THOUGHT_COLUMNS, thought_lines, thoughts_alone, thoughts_block
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -70,18 +76,14 @@ def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     if to_see := _first_thing_to_see(trace, request_id, texts):
         lead.append(f"<strong>One thing to see:</strong> {markup(to_see)}{'' if to_see.endswith('…') else '.'}")
     paragraphs = "".join(f"<p class='lead'>{sentence}</p>" for sentence in lead)
-    paragraphs += _to_the_dashboard(request_id)
-    return f"<h1>What the model believed before it committed</h1>{paragraphs}"
-
-
-def _to_the_dashboard(request_id: int) -> str:
-    """Returns HTML: how to open the request in the dashboard. A report does not know its own directory, nor whether a
-    dashboard runs."""
+    # a report does not know its own directory, nor whether a dashboard runs
     address = f"http://127.0.0.1:{DASH_PORT}/?run=0&amp;request={request_id}"
-    return (
-        "<p class='note'>In the dashboard every token can be chosen: start <code>cacheprobe dash RUN</code> with the "
-        f'directory of this run, then open <a href="{address}">{address}</a>.</p>'
+    dashboard = (
+        "In the dashboard every token can be chosen: start <code>cacheprobe dash RUN</code> with the directory of "
     )
+    dashboard += f'this run, then open <a href="{address}">{address}</a>.'
+    head = f"<h1>What the model believed before it committed</h1>{paragraphs}"
+    return f"{head}<p class='note'>{dashboard}</p>"
 
 
 def _first_thing_to_see(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
@@ -110,20 +112,18 @@ def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     windows, events = find_windows(trace.events(), request_id), trace.events()
     head = "<h2>From draft to commit</h2>"
-    panels_by_name = {
-        name: (title, side_by_side(panels)) for name, title, panels in report_panels(trace, request_id, texts)
-    }
+    panels_by_name = {name: (title, phases.body) for name, title, phases in report_phases(trace, request_id, texts)}
     if "decoded" in panels_by_name:
         note = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
-        return f"{head}<p class='note'>{note}</p>" + legend() + panels_by_name["decoded"][1]
+        return f"{head}<p class='note'>{note}</p>" + key_list(keys()) + panels_by_name["decoded"][1]
     drafted, accepted, *_ = verified_drafts(events[events.request_id == request_id])
     note = (
-        f"<p class='note'>Request {request_id} went through {len(windows)} verify pass{'es' * (len(windows) != 1)}; "
-        f"{accepted} of its {drafted} draft token{'s' * (drafted != 1)} {'was' if accepted == 1 else 'were'} accepted. "
+        f"<p class='note'>Request {request_id} went through {counted(len(windows), 'verify pass')}; "
+        f"{accepted} of its {counted(drafted, 'draft token')} {'was' if accepted == 1 else 'were'} accepted. "
         "Below, the window with the longest draft that was accepted whole and one that was rolled back, if there are "
         "any. T′ is a draft token, T the verifier's own token at that place.</p>"
     )
-    parts = [head, note, legend()]
+    parts = [head, note, key_list(keys())]
     for kind in ("accepted whole", "rolled back"):
         title, panels = panels_by_name.get(kind.replace(" ", "-"), (f"{kind}: none", ""))
         absent = f"<p class='note'>No window of request {request_id} was {kind}. {_elsewhere(trace, request_id)}</p>"
@@ -188,10 +188,8 @@ def _lens(trace: "Trace", request_id: int) -> str:
 
 
 def _controls(trace: "Trace") -> str:
-    checks = [
-        [check["name"], check["dtype"], check["tolerance"], check["num_rows"], float(check["worst"])]
-        for check in trace.meta["checks"]
-    ]
+    names = ("name", "dtype", "tolerance", "num_rows")
+    checks = [[*(check[name] for name in names), float(check["worst"])] for check in trace.meta["checks"]]
     columns = ["check", "dtype", "tolerance", "rows", "worst, as a share of the tolerance"]
     checks_table = table(columns, checks) if checks else "<p class='note'>This run made no checks.</p>"
     fingerprint = table(["setting", "value"], [[name, str(value)] for name, value in trace.fingerprint.items()])
@@ -209,16 +207,14 @@ def run_sentence(trace: "Trace", request_id: int) -> str:
     phases = trace.event_table.drop_duplicates("step").phase.value_counts()
     steps = ", ".join(f"{int(phases.get(phase, 0))} {phase}" for phase in ("prefill", "decode", "verify"))
     count = len(trace.requests)
-    sentences = (
-        f"<code>{markup(fingerprint['model'])}</code>{f' ({markup(note)})' if note else ''} "
-        f"in {markup(fingerprint['dtype'])} "
-        f"answered {count} request{'s' * (count != 1)} in {int(phases.sum())} steps ({steps}). "
-    )
+    sentences = f"<code>{markup(fingerprint['model'])}</code>{f' ({markup(note)})' if note else ''} "
+    sentences += f"in {markup(fingerprint['dtype'])} answered {counted(count, 'request')} "
+    sentences += f"in {int(phases.sum())} steps ({steps}). "
     drafter = trace.meta["drafter"]
     sentences += drafts_sentence(f"<code>{markup(drafter)}</code>" if drafter else "", trace.event_table) + " "
-    kind = "deterministic: its tokens and states do not depend on the other requests" if (
-        trace.requests[request_id].is_deterministic
-    ) else "not deterministic: nothing is promised about the bits of its states"  # fmt: skip
+    kind = "not deterministic: nothing is promised about the bits of its states"
+    if trace.requests[request_id].is_deterministic:
+        kind = "deterministic: its tokens and states do not depend on the other requests"
     return sentences + f"This page follows request {request_id}, which is {kind}."
 
 
@@ -247,3 +243,122 @@ def is_above_chance(behaviour: JsonDict) -> bool:
 
 def _percent(share: float | None, digits: int = 0) -> str:
     return "unknown" if share is None else f"{share:.{digits}%}"
+
+
+MOST_POSITIONS = 48
+"""Largest number of positions of the lens grid in a report; each column costs the browser a cell for every layer."""
+
+
+def write_figures(
+    trace: "Trace", directory: "str | Path", kind: str = "png", request_id: int | None = None, *, progress: bool = True
+) -> list[Path]:
+    """Writes the figures of one request's report, each as a file DIRECTORY/NAME.KIND, and returns a list of the paths.
+    An error leaves no partial file; files written before it stay.
+
+    kind: "png", "svg" or "pdf".  request_id: by default the report's, from `pick_request`.
+    Raises, before anything is written: ValueError for another kind, KeyError for a request that the trace does not
+    have, ValueError for a request without events, ImageError if kaleido or a Chromium is missing. A run without lens
+    readings needs neither for SVG.
+    """
+    if kind not in FORMATS:
+        raise ValueError(f"unknown format {kind!r} of figures; choose one of {', '.join(FORMATS)}")
+    request_id = pick_request(trace.events()) if request_id is None else request_id
+    trace.committed(request_id)
+    figures, drawings = report_figures(trace), report_drawings(trace, request_id)
+    if figures or kind != "svg":
+        require_browser()
+    written = []
+    with Progress(len(figures) + len(drawings), "drawing", "figures", enabled=progress) as bar:
+        for name, content in _contents(figures, drawings, kind):
+            path = Path(directory) / f"{name}.{kind}"
+            written.append(write_whole(path, lambda beside, content=content: beside.write_bytes(content)))
+            bar.advance(note=path.name)
+    return written
+
+
+def report_figures(trace: "Trace") -> dict[str, go.Figure]:
+    """Returns a dict from name to plotly figure, drawn from the lens readings of the whole run: "drafts" and
+    "prediction_depth"; {} for a run without lens readings."""
+    if trace.hypothesis_table is None:
+        return {}
+    drafts = draft_verdicts(lens_readings(trace, include_rolled_back=True))
+    return {"drafts": drafts, "prediction_depth": prediction_depth_figure(prediction_depth(trace))}
+
+
+def report_grids(trace: "Trace", request_id: int) -> dict[str, LensGrid]:
+    """Returns a dict from name to `LensGrid` (a drawn grid of lens readings), of one request at the positions of
+    `shown_positions` (at most 48). "lens-grid" has the committed rows. "lens-grid-all" has all rows, and is left out if
+    no row was fed a rejected or given-up draft token. Returns {} if no committed row at these positions has a
+    reading."""
+    if trace.hypothesis_table is None:
+        return {}
+    readings, (shown, _) = lens_readings(trace, include_rolled_back=True), shown_positions(trace, request_id)
+    readings_shown = readings[(readings.request_id == request_id) & readings.position.isin(shown)]
+    grids = {}
+    if (readings_shown.status == "committed").any():
+        grids["lens-grid"] = grid_of(readings, request_id, positions=shown, include="committed")
+        if readings_shown.status.isin(DISCARDED_DRAFT).any():
+            grids["lens-grid-all"] = grid_of(readings, request_id, positions=shown, include="all")
+    return grids
+
+
+def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:
+    """Returns (positions, count): the positions that the report's lens grid shows, at most 48, and the number of
+    generated tokens. The rows at these positions predict the first generated tokens."""
+    first = len(trace.requests[request_id].prompt_token_ids) - 1
+    count = len(trace.committed(request_id))
+    return range(first, first + min(count, MOST_POSITIONS)), count
+
+
+def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
+    """Returns a dict from name to `Drawing` (an SVG file) for one request: its verify windows "accepted-whole" and
+    "rolled-back", or "decoded" if the request was never verified; "thoughts"; "lens-grid" and "lens-grid-all".
+    Names without a picture are left out."""
+    events, texts = trace.events(), token_texts(trace.row_table, trace.hypothesis_table)
+    drawings = {
+        name: panels_alone(f"Request {request_id}, {title}", phases.panels, keys())
+        for name, title, phases in report_phases(trace, request_id, texts)
+    }
+    if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
+        story = story_of(trace.thoughts(), trace.row_table, events, request_id, texts)
+        drawings["thoughts"] = thoughts_alone(story, trace.ledger(request_id), trace.meta["thinking"])
+    return {**drawings, **{name: grid.drawing for name, grid in report_grids(trace, request_id).items()}}
+
+
+def report_phases(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, Phases]]:
+    """Yields (name, title, `Phases`: one drawn panel for each) for the best verify windows of one request:
+    "accepted-whole", whose draft was accepted whole, and "rolled-back", with a rollback. A name without an example is
+    left out.
+
+    For a request without verify windows, yields ("decoded", title, Phases), unless no token was committed.
+    Raises: ValueError for a request without events.
+    """
+    events = trace.events()
+    windows = find_windows(events, request_id)
+    if not windows and events.committed_token_ids[events.request_id == request_id].map(len).any():
+        prefills = events[(events.request_id == request_id) & (events.phase == "prefill")]
+        ledgers = [trace.ledger(request_id, int(prefills.step.max())), trace.ledger(request_id)]
+        yield "decoded", "never verified", decoded_phases(request_id, events, ledgers, texts)
+    is_deterministic = trace.requests[request_id].is_deterministic
+    for name, pick in (("accepted-whole", accepted_whole), ("rolled-back", rolled_back)):
+        if (window := pick(windows)) is not None:
+            ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
+            phases = window_phases(window, events, ledgers, texts, is_deterministic=is_deterministic)
+            yield name, f"{name.replace('-', ' ')}: {span(window)}", phases
+
+
+def span(window: Window) -> str:
+    """Returns text that names the positions of a window's input tokens, such as "positions 12 to 16"; both ends
+    count."""
+    return f"positions {window.start - 1} to {window.start + len(window.target_token_ids) - 2}"
+
+
+def _contents(figures: dict[str, go.Figure], drawings: dict[str, Drawing], kind: str) -> Iterator[tuple[str, bytes]]:
+    """Yields (name, bytes of a file of this kind) for each drawing and each plotly figure."""
+    for name, drawing in drawings.items():
+        if kind == "svg":
+            yield name, drawing.markup.encode()
+        else:
+            yield name, svg_image(*drawing, kind)
+    for name, figure in figures.items():
+        yield name, image(figure, kind)

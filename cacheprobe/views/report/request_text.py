@@ -1,6 +1,6 @@
 """Draws a request as text: its tokens in line, coloured by a measure, rejected drafts above, thoughts below."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -10,7 +10,7 @@ from cacheprobe.core.values import TableLine
 from cacheprobe.tasks.words import PAD
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, rejected_by_place, token_measures
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
-from cacheprobe.views.text import markup, text_of, token_label, token_texts, visible
+from cacheprobe.views.text import counted, markup, text_of, token_label, token_texts, visible
 from cacheprobe.views.thoughts.columns import words_of
 
 TextMeasure: TypeAlias = Literal["verdict", "depth", "entropy", "logprob", "feature", "difference"]
@@ -65,11 +65,9 @@ def request_text(
     hypotheses: pd.DataFrame | None = None,
     thoughts: pd.DataFrame | None = None,
     *,
-    measure: TextMeasure = "verdict",
+    measure: TextMeasure | int = "verdict",
     texts: Mapping[int, str] | None = None,
-    features: pd.DataFrame | None = None,
-    feature: int | None = None,
-    differences: pd.DataFrame | None = None,
+    values: pd.DataFrame | None = None,
 ) -> Markup:
     """Returns HTML of one request as people read it: the prompt in grey, and each generated token coloured by a
     measure, with the drafts that were rejected at its place above it, and the thoughts of a Thinking States model
@@ -78,29 +76,27 @@ def request_text(
     rows, events, hypotheses, thoughts: from the methods of `Trace`; hypotheses=None for a run without Z.
     measure: "verdict" of the drafts; or of the readings that predict a token: "depth", the prediction depth (layer);
     "entropy" and "logprob" of the committed token, both in nats, of the last layer that was read. A stronger colour is
-    a later layer, a higher entropy, or a lower log-probability. Or "feature", its activation; or "difference" from the
-    other program of a replay.
+    a later layer, a higher entropy, or a lower log-probability. Or the number of a dictionary's feature: its
+    activation; or "difference" from the other program of a replay.
     texts: of tokens by id, such as `Trace.token_texts`; by default those in the tables, without the last token's if it
     has no row.
-    features, feature: the table `Trace.features`, and the number of the feature that colours the text. A token is not
-    coloured if the activation is not in the table, and could be lower than those that are.
-    differences: the table `cp.analysis.engine_differences` of a replay.
+    values: for a feature the table `Trace.features`; a token is not coloured if the activation is not in the table, and
+    could be lower than those that are. For "difference" the table `cp.analysis.engine_differences` of a replay.
     The first 2,000 generated tokens are drawn.
     Raises: ValueError for an unknown request or measure, and for a measure of readings without hypotheses.
     """
     own_rows, own_events = rows[rows.request_id == request_id], events[events.request_id == request_id]
     if own_rows.empty or own_events.empty:
-        raise ValueError(
-            f"there is no request {request_id}; the tables have {sorted({int(r) for r in rows.request_id})}"
-        )
+        known = sorted({int(r) for r in rows.request_id})
+        raise ValueError(f"there is no request {request_id}; the tables have {known}")
     prompt = own_rows[own_rows.role == "prompt"].drop_duplicates("position", keep="last").sort_values("position")
     num_prompt_tokens = int(prompt.position.max()) + 1
     parts = text_parts(request_id, tuple(prompt.token), num_prompt_tokens, own_events, hypotheses, thoughts)
-    if features is not None and feature is not None:
-        parts = with_feature(parts, features[features.request_id == request_id], feature)
-    if differences is not None:
-        parts = with_differences(parts, differences[differences.request_id == request_id])
-    return text_piece(parts, {**token_texts(rows, hypotheses), **(texts or {})}, measure).alone
+    if values is not None:
+        values = values[values.request_id == request_id]
+        parts = with_differences(parts, values) if isinstance(measure, str) else with_feature(parts, values, measure)
+    name: TextMeasure = measure if isinstance(measure, str) else "feature"
+    return text_piece(parts, {**token_texts(rows, hypotheses), **(texts or {})}, name).alone
 
 
 def text_parts(
@@ -166,14 +162,15 @@ def text_piece(
     if measure != "verdict" and measure not in _NAMES:
         raise ValueError(f"unknown measure {measure!r}; it is 'verdict', {', '.join(map(repr, _NAMES))}")
     tokens, request = parts.tokens, parts.request_id
+    is_unknown = measure != "verdict" and (measure not in tokens or tokens[measure].isna().all())
     if measure == "feature" and measure not in tokens:
-        raise ValueError("there is no feature to colour the text by; give features=trace.features(...), feature=")
-    if measure == "difference" and (measure not in tokens or tokens[measure].isna().all()):
+        raise ValueError("there is no feature to colour the text by; give measure=FEATURE, values=trace.features(...)")
+    if measure == "difference" and is_unknown:
         raise ValueError(
             f"request {request} has no log-probabilities of another program; replay a response with them, and give "
-            "differences=cp.analysis.engine_differences(trace)"
+            "values=cp.analysis.engine_differences(trace)"
         )
-    if measure not in ("verdict", "feature", "difference") and tokens[measure].isna().all():
+    if measure != "feature" and is_unknown:
         raise ValueError(
             f"request {request} has no readings to take the {measure} from; record Z, or choose the verdict"
         )
@@ -192,7 +189,10 @@ def text_piece(
             above = "".join(_draft(d, step, token, texts, says, request) for d, step in drafts)
             html = f"<ruby>{html}<rt>{above}</rt></ruby>"
         blocks.append((html, parts.thoughts.get(int(token.position) + 1, "")))
-    prose = _with_thoughts(blocks, between)
+    prose = between.join(
+        f'<ruby class="thought">{html}<rt>{markup(token_label(thought, _ABOVE))}</rt></ruby>' if thought else html
+        for html, thought in blocks
+    )
     body = f'<div class="prose" dir="auto">{prose}</div>{_legend(tokens, measure, parts.lens)}'
     note = "" if len(shown) == len(tokens) else f"Generated tokens {places.start + 1} to {places.start + len(shown)}."
     return TitledPicture(_finding(parts), note, body)
@@ -219,7 +219,7 @@ def _plain(text: str) -> str:
 
 def _finding(parts: TextParts) -> str:
     outcomes, count = parts.tokens.outcome, len(parts.tokens)
-    head = f"Request {parts.request_id} generated {count} token{'s' * (count != 1)}"
+    head = f"Request {parts.request_id} generated {counted(count, 'token')}"
     accepted, rejected = int((outcomes == "accepted").sum()), sum(map(len, parts.rejected.values()))
     if not rejected and not accepted:
         return f"{head}, and no draft was judged"
@@ -270,14 +270,6 @@ def _draft(token_id: int, step: int, token: TableLine, texts: Mapping[int, str],
     tip += f"replaced by {visible(text_of(texts, int(token.token_id)))}; position {int(token.position) + 1}"
     go = f'data-intent="draft" data-request="{request}" data-step="{step}" data-position="{int(token.position)}"'
     return f'<del {go} {says}="{markup(tip)}">{markup(token_label(text, _ABOVE))}</del>'
-
-
-def _with_thoughts(blocks: Sequence[tuple[str, str]], between: str) -> str:
-    """Joins the tokens; the last one of a chunk with a thought gets the thought below."""
-    return between.join(
-        f'<ruby class="thought">{html}<rt>{markup(token_label(thought, _ABOVE))}</rt></ruby>' if thought else html
-        for html, thought in blocks
-    )
 
 
 def _legend(tokens: pd.DataFrame, measure: str, lens: str) -> str:

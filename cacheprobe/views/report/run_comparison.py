@@ -5,16 +5,15 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from cacheprobe.analysis.comparison import RequestDifference, compare_requests, in_words
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.core.values import JsonDict
 from cacheprobe.views.diagrams.frame import Markup, TitledPicture
-from cacheprobe.views.lens_table import FLOOR_NATS, reads_and_predicts
+from cacheprobe.views.diagrams.lens_grid import FLOOR_NATS, reads_and_predicts
 from cacheprobe.views.report.page import table
-from cacheprobe.views.style import Figure, layout_template
-from cacheprobe.views.text import markup, shorten, text_of, token_label, visible
+from cacheprobe.views.style import layout_template, panels
+from cacheprobe.views.text import counted, markup, shorten, text_of, token_label, visible
 from cacheprobe.views.text import token_texts as known_texts
 
 _AROUND = 24
@@ -64,9 +63,7 @@ def comparison(
         start = len(pair[0][request_id]["prompt_token_ids"])
         parts.append(token_columns(answers, place, names, texts, f"request {request_id}", start))
     if fingerprints is not None:
-        parts.append(
-            f"<h4>Schedule fingerprints</h4>{fingerprint_block(fingerprint_differences(*fingerprints), names)}"
-        )
+        parts.append(f"<h4>Schedule fingerprints</h4>{fingerprint_block(fingerprints, names)}")
     return TitledPicture(comparison_title(differences), "", "".join(parts)).alone
 
 
@@ -110,23 +107,21 @@ def comparison_title(differences: Sequence[RequestDifference]) -> str:
              "log-probabilities": "committed the same tokens with other log-probabilities",
              "tokens equal": "committed the same tokens, log-probabilities not compared"}  # fmt: skip
     parts = [f"{n} {text}" for what, text in words.items() if (n := sum(d.what == what for d in differing))]
-    return f"Of {count} requests {', '.join(parts)}; {count - len(differing)} equal" if len(differing) < count else (
-        f"Of {count} requests {', '.join(parts)}"
-    )  # fmt: skip
+    equal = f"; {count - len(differing)} equal" if len(differing) < count else ""
+    return f"Of {count} requests {', '.join(parts)}{equal}"
 
 
-def fingerprint_block(differences: Sequence[tuple[str, object, object]], names: tuple[str, str]) -> str:
+def fingerprint_block(fingerprints: tuple[Mapping[str, object], Mapping[str, object]], names: tuple[str, str]) -> str:
     """Returns HTML: a table of the settings in which the schedules of two runs differ, or a note that they are
     equal."""
+    differences = fingerprint_differences(*fingerprints)
     if not differences:
         return "<p class='note'>Both ran under one schedule fingerprint: their bits can be compared.</p>"
     count = len(differences)
-    lines: list[list[object]] = [
-        [name, *("—" if v is None else in_words(v) for v in pair)] for name, *pair in differences
-    ]
+    lines = [[name, *("—" if v is None else in_words(v) for v in pair)] for name, *pair in differences]
     shown = table(["setting", *names], lines)
     return (
-        f"<p class='note'>The schedules differ in {count} setting{'s' * (count != 1)}, so equal bits are not promised."
+        f"<p class='note'>The schedules differ in {counted(count, 'setting')}, so equal bits are not promised."
         f"</p>{shown}"
     )
 
@@ -155,15 +150,13 @@ def settings_block(differences: Sequence[tuple[str, str, str]], names: tuple[str
     differences: from `analysis.comparison.setting_differences`."""
     if not differences:
         return "<p class='note'>Both runs have the same settings.</p>"
-    lines: list[list[object]] = [[name, *(shorten(value, _VALUE) for value in pair)] for name, *pair in differences]
+    lines = [[name, *(shorten(value, _VALUE) for value in pair)] for name, *pair in differences]
     return f"<div class='scroll'>{table(['setting', *names], lines)}</div>"
 
 
 def counts_block(counts: tuple[Mapping[str, int], Mapping[str, int]], names: tuple[str, str]) -> str:
     """Returns HTML: a table of what two runs drafted and committed. counts: from `draft_verdicts.draft_counts`."""
-    lines: list[list[object]] = [
-        [words, *(f"{of[words]:,}{_share(of, words)}" for of in counts)] for words in counts[0]
-    ]
+    lines = [[words, *(f"{of[words]:,}{_share(of, words)}" for of in counts)] for words in counts[0]]
     return f"<div class='scroll'>{table(['', *names], lines)}</div>"
 
 
@@ -262,14 +255,7 @@ def _figure(both: pd.DataFrame, names: tuple[str, str]) -> go.Figure:
     has_difference = bool(both.difference.fillna(0).any())
     positions, values = sorted(both.position.unique()), [*_NATS, *["difference"] * has_difference]
     titles = [*map(markup, names), f"{markup(names[0])} minus {markup(names[1])}"]
-    figure = make_subplots(
-        rows=len(values),
-        cols=1,
-        shared_xaxes=True,
-        vertical_spacing=0.06,
-        subplot_titles=titles[: len(values)],
-        figure=Figure(),
-    )
+    figure = panels(titles[: len(values)], lines=len(values), shared_xaxes=True, vertical_spacing=0.06)
     hover = both.pivot(index="layer", columns="position", values="hover").to_numpy()
     for row, column in enumerate(values, start=1):
         grid = both.pivot(index="layer", columns="position", values=column)
@@ -298,9 +284,8 @@ def _figure(both: pd.DataFrame, names: tuple[str, str]) -> go.Figure:
     )  # fmt: skip
     if has_difference:
         bar = _bar("difference, nats", 0.13, 0.3)
-        figure.update_layout(
-            coloraxis2=dict(cmin=-(largest or 1), cmax=largest or 1, colorscale=_COLOURS, colorbar=bar)
-        )
+        limits = dict(cmin=-(largest or 1), cmax=largest or 1)
+        figure.update_layout(coloraxis2=dict(**limits, colorscale=_COLOURS, colorbar=bar))
     return figure
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from cacheprobe.core.values import TableLine
-from cacheprobe.views.text import shorten, text_of, visible
+from cacheprobe.views.text import plain, shorten, text_of
 
 
 class Token(NamedTuple):
@@ -51,16 +51,6 @@ class Story(NamedTuple):
     """Texts of the generated tokens, without the end token."""
 
 
-def own_thoughts(thoughts: pd.DataFrame, request_id: int) -> pd.DataFrame:
-    """Returns a DataFrame: the lines of the thoughts table of one request. Raises: ValueError for a request without
-    thoughts; the message names the requests that have some."""
-    of_request = thoughts[thoughts.request_id == request_id]
-    if of_request.empty:
-        others = sorted({int(r) for r in thoughts.request_id})
-        raise ValueError(f"request {request_id} wrote no thoughts; requests {others} did")
-    return of_request
-
-
 def story_of(
     thoughts: pd.DataFrame,
     rows: pd.DataFrame,
@@ -74,7 +64,10 @@ def story_of(
 
     Raises: ValueError for a request without thoughts or rows.
     """
-    own_lines = own_thoughts(thoughts, request_id)
+    own_lines = thoughts[thoughts.request_id == request_id]
+    if own_lines.empty:
+        others = sorted({int(r) for r in thoughts.request_id})
+        raise ValueError(f"request {request_id} wrote no thoughts; requests {others} did")
     fed_rows = rows[rows.request_id == request_id].sort_values("step", kind="stable")
     if fed_rows.empty:
         raise ValueError(f"no rows of request {request_id}; give trace.row_table or trace.rows({request_id})")
@@ -89,7 +82,7 @@ def story_of(
             seen_before = of_chunk_before[of_chunk_before.step <= rolled_back.step]
             columns.append(Column(chunk, _as_read(fed_rows, rolled_back), True, rolled_back, _last(seen_before)))
         columns.append(Column(chunk, tokens, False, _last(of_chunk, "committed"), _last(of_chunk_before, "committed")))
-    end_ids = _end_ids(own_lines)
+    end_ids = {int(thought.token_ids[-1]) for thought in own_lines[own_lines.has_ended].itertuples()}
     generated = sequence[len(sequence) - len(answer_ids) :]
     answer = tuple(token.text for token, i in zip(generated, answer_ids, strict=True) if i not in end_ids)
     return Story(columns, _num_filler(columns), answer)
@@ -118,10 +111,6 @@ def _texts(thoughts: pd.DataFrame, rows: pd.DataFrame) -> dict[int, str]:
     for thought in thoughts.itertuples():
         texts |= dict(zip((int(i) for i in thought.token_ids), thought.tokens, strict=True))
     return texts
-
-
-def _end_ids(own: pd.DataFrame) -> set[int]:
-    return {int(thought.token_ids[-1]) for thought in own[own.has_ended].itertuples()}
 
 
 def _last(thoughts: pd.DataFrame, status: str | None = None) -> TableLine:
@@ -176,7 +165,9 @@ def chosen(story: Story, most: int) -> list[int | range]:
     before_answer = [index for index in not_filler if not columns[index].has_answer][-1:]
     from_ends = [x for pair in zip(changes, reversed(changes), strict=True) for x in pair]
     rolled_back = [index for index in not_filler if columns[index].is_rolled_back]
-    disagreeing = [index for index in not_filler if _disagrees(columns[index])]
+    thoughts = [column.thought for column in columns]
+    has_truth = [thought is not None and pd.notna(thought.agrees) for thought in thoughts]
+    disagreeing = [index for index in not_filler if has_truth[index] and not thoughts[index].agrees]
     order = [*not_filler[:1], *before_answer, *answers[:1], *from_ends, *rolled_back, *disagreeing]
     order += [index for index in not_filler if index not in answers] + answers
     kept: set[int] = set()
@@ -199,10 +190,6 @@ def _placed(kept: set[int], count: int) -> list[int | range]:
     return placed
 
 
-def _disagrees(column: Column) -> bool:
-    return column.thought is not None and pd.notna(column.thought.agrees) and not column.thought.agrees
-
-
 def finding(story: Story) -> str:
     """Returns one or two sentences as plain text on a request's thoughts: how often the thought changes, the generated
     text, and, if any, the number of thoughts that disagree with the true state."""
@@ -218,7 +205,8 @@ def finding(story: Story) -> str:
         count = len(path) - 1
         sentence = f"The thought says {_quoted(path[0])} and never changes its mind {while_reading}"
         if count:
-            sentence = f"The thought changes its mind {_times(count)} {while_reading}: {_path(path)}"
+            times = {1: "once", 2: "twice"}.get(count, f"{count} times")
+            sentence = f"The thought changes its mind {times} {while_reading}: {_path(path)}"
         if not story.answer:
             sentence += f"; it ends on {_quoted(path[-1])}"
         elif _is_about(path[-1], story.answer):
@@ -247,10 +235,6 @@ def _final_state(story: Story) -> str | None:
     return thought.true_state
 
 
-def _times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
 def _is_about(words: Sequence[str], answer: Sequence[str]) -> bool:
     """Returns True if the generated tokens (`answer`) start with the thought's words, or if the thought ends with the
     generated tokens."""
@@ -271,4 +255,4 @@ def _quoted(words: Sequence[str]) -> str:
 
 
 def _short(text: str) -> str:
-    return shorten(visible(text).replace("␣", " "), 24)
+    return shorten(plain(text), 24)

@@ -6,7 +6,7 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cylinder import swatch
+from cacheprobe.views.diagrams.cache import swatch
 from cacheprobe.views.diagrams.diagram import key_list
 from cacheprobe.views.diagrams.frame import Drawing, Markup, framed, picture_alone
 from cacheprobe.views.style import THOUGHTS_CSS
@@ -26,6 +26,14 @@ from cacheprobe.views.thoughts.strokes import (
     state_paths,
 )
 
+_BOXES = (
+    (("sand",), "S, the state added to a chunk"),
+    (("green",), "T (thinking block) writes the thought, C (compression block) makes the next state of it"),
+    (("blue",), "Z, what is thought; and the answer"),
+    (("group changed",), "a change of mind"),
+    (("blue", "waiting"), "committed, cache slot not written yet"),
+)
+"""Legend: colour and texture of a box, and its meaning."""
 MOST_PLACES = 13
 """Largest number of chunks in one picture, gaps included."""
 THOUGHT_COLUMNS = ["chunk", "read", "thought", "log-probability, nats", "true state", "agrees", "norm", "status"]
@@ -96,18 +104,12 @@ def thought_lines(story: Story) -> list[list[object]]:
         thought = column.thought
         if thought is None:
             continue
-        lines.append(
-            [
-                int(thought.chunk),
-                _spaced(token.text for token in column.tokens),
-                _spaced(thought.tokens) + ("" if thought.has_ended else " (cut at the limit)"),
-                float(sum(thought.logprobs_nats)),
-                "—" if pd.isna(thought.true_state) else thought.true_state,
-                "—" if pd.isna(thought.agrees) else "yes" if thought.agrees else "no",
-                float(thought.state_norm),
-                thought.status.replace("_", " "),
-            ]
-        )
+        words = _spaced(thought.tokens) + ("" if thought.has_ended else " (cut at the limit)")
+        truth = "—" if pd.isna(thought.true_state) else thought.true_state
+        agrees = "—" if pd.isna(thought.agrees) else "yes" if thought.agrees else "no"
+        said = [int(thought.chunk), _spaced(token.text for token in column.tokens), words]
+        numbers = [float(sum(thought.logprobs_nats)), truth, agrees, float(thought.state_norm)]
+        lines.append([*said, *numbers, thought.status.replace("_", " ")])
     return lines
 
 
@@ -177,16 +179,7 @@ def _notes(story: Story, shown: list[int | range], settings: JsonDict) -> str:
 
 
 def _keys(story: Story) -> list[tuple[str, str]]:
-    items = [
-        (svg.box(1, 2, 18, 13, "sand", radius=3), "S, the state added to a chunk"),
-        (
-            svg.box(1, 2, 18, 13, "green", radius=3),
-            "T (thinking block) writes the thought, C (compression block) makes the next state of it",
-        ),
-        (svg.box(1, 2, 18, 13, "blue", radius=3), "Z, what is thought; and the answer"),
-        (svg.box(1, 2, 18, 13, "group changed", radius=3), "a change of mind"),
-        (svg.box(1, 2, 18, 13, "blue", "waiting", radius=3), "committed, cache slot not written yet"),
-    ]
+    items = [(svg.box(1, 2, 18, 13, *fill, radius=3), meaning) for fill, meaning in _BOXES]
     thoughts = [column.thought for column in story.columns if column.thought is not None]
     if any(pd.notna(thought.agrees) for thought in thoughts):
         items.append((svg.mark(10, 8.5, "check", 0.9), "agrees with the true state"))

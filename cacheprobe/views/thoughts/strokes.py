@@ -8,8 +8,8 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cylinder import PROVENANCE_STYLES, cache_counts, swatch
-from cacheprobe.views.text import markup, shorten, subscript, token_label, visible
+from cacheprobe.views.diagrams.cache import PROVENANCE_STYLES, cache_counts, swatch
+from cacheprobe.views.text import counted, markup, shorten, stretch, subscript, token_label, visible
 from cacheprobe.views.thoughts.columns import Column, words_of
 
 Fill = tuple[str, str | None]
@@ -48,11 +48,9 @@ class Levels(NamedTuple):
     @classmethod
     def of(cls, columns: Sequence[Column]) -> "Levels":
         """Returns the `Levels` of a picture of these columns: longer thoughts and chunks need more height."""
-        thought_lengths = [
-            min(len(column.thought.tokens), _MOST_WORDS + 1) for column in columns if column.thought is not None
-        ]
-        longest_chunk = max(min(len(column.tokens), _MOST_TOKENS + 1) for column in columns)
-        end = 26.0 + max(thought_lengths, default=1) * _LINE + 6
+        lengths = [len(column.thought.tokens) for column in columns if column.thought is not None]
+        longest_chunk = min(max(len(column.tokens) for column in columns), _MOST_TOKENS + 1)
+        end = 26.0 + min(max(lengths, default=1), _MOST_WORDS + 1) * _LINE + 6
         tokens = end + 190
         return cls(
             thought_end=end, blocks=end + 24, l_out=end + 64, backbone=end + 78, l_in=end + 118, state=end + 134,
@@ -126,7 +124,7 @@ def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler
     count, centre = len(hidden), x + (GAP_WIDTH - 12) / 2
     label = f"{count} of {visible(hidden[0].tokens[0].text)}" if is_filler else f"{count} more"
     first, last = hidden[0].tokens[0].position, hidden[-1].tokens[-1].position
-    tip = f"{count} chunk{'s' * (count != 1)} not drawn, positions {first} to {last}"
+    tip = f"{counted(count, 'chunk')} not drawn, positions {first} to {last}"
     parts = [
         svg.text(centre, levels.tokens + 20, "⋯", "strong", "middle"),
         svg.text(centre, levels.tokens + 36, shorten(label, 9), "small muted", "middle"),
@@ -146,18 +144,13 @@ def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
     boxes = _boxes(ledger)
     top, width = levels.backbone - 40, CACHE_WIDTH - 26
     height = 76 + 18 * len(counts)
-    parts = [
-        svg.box(2, top, width, height, "group", radius=10),
-        svg.text(12, top + 18, "KV cache", "strong"),
-    ]
+    parts = [svg.box(2, top, width, height, "group", radius=10), svg.text(12, top + 18, "KV cache", "strong")]
     for line, (letter, what) in enumerate((("K", "keys"), ("V", "values"))):
         y = top + 27 + 21 * line
         parts.append(svg.text(12, y + 12, letter, "small muted"))
         for place, (provenance, first, last) in enumerate(boxes):
-            positions = f"position {first}" if first == last else f"positions {first} to {last}"
-            colour, texture = PROVENANCE_STYLES[provenance]
-            tip = f"{what} of {positions}: {provenance}"
-            parts.append(svg.box(26 + 15.5 * place, y, 13, 16, colour, texture, radius=3, tip=tip))
+            tip = f"{what} of {stretch('position', first, last)}: {provenance}"
+            parts.append(svg.box(26 + 15.5 * place, y, 13, 16, *PROVENANCE_STYLES[provenance], radius=3, tip=tip))
     for line, (provenance, count) in enumerate(counts.items()):
         y = top + 74 + 18 * line
         parts.append(swatch(12, y, *PROVENANCE_STYLES[provenance]))
@@ -201,8 +194,9 @@ def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) ->
         tip = f"{added}: the first chunk's state is {kind}"
         label_below = [svg.text(x + _LEFT, y + 38, kind, "small muted", "middle")]
     else:
-        origin = f"made of {_plain_words(source)}, the thought of the chunk before ({_passed(source)})"
-        tip = f"{added}\n{origin}\nnorm {source.state_norm:.3g}"
+        words = " ".join(visible(token) for token in source.tokens)
+        tip = f"{added}\nmade of {words}, the thought of the chunk before ({_passed(source)})\n"
+        tip += f"norm {source.state_norm:.3g}"
         label_below = []
     colour = "sand zero" if source is None and not settings["learned_first_state"] else "sand"
     mid = y + 13
@@ -220,14 +214,13 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
     """Returns SVG elements of the thinking block T and the compression block C of one chunk, with their arrows, and of
     the chunk's thought."""
     thought, name = column.thought, subscript(column.chunk + 2)
-    is_lost = column.is_rolled_back
-    fill: Fill = ("red", "undone") if is_lost else ("green", None)
+    fill: Fill = ("red", "undone") if column.is_rolled_back else ("green", None)
     y, bottom = levels.blocks, levels.thought_end
     left, right = x + _LEFT, x + _RIGHT
     read = f"positions {int(thought.start)} to {int(thought.end)}"
     tip_c = f"C, the compression block, makes S{name} of Z{name}: norm {thought.state_norm:.3g}\n{_passed(thought)}"
     tip_t = f"T, the thinking block, writes Z{name} from {read}\n{_passed(thought)}"
-    parts = [
+    return [
         svg.arrow(left, levels.backbone - 1, left, y + 28),
         _boxed(x, y, 2 * _LEFT, 26, fill, "T", tip_t),
         _boxed(right - _LEFT, y, 2 * _LEFT, 26, fill, "C", tip_c),
@@ -235,7 +228,6 @@ def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[
         svg.arrow(right, bottom + 1, right, y - 3),
         *_thought_words(bottom, x, column, name, is_new=is_new),
     ]
-    return parts
 
 
 def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
@@ -247,14 +239,12 @@ def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new
     if len(chips) > _MOST_WORDS + 1:
         chips = [*chips[: _MOST_WORDS - 1], (f"+{len(chips) - _MOST_WORDS}", "plain"), chips[-1]]
     top = bottom - len(chips) * _LINE - 6
-    frame = "red" if is_lost else "group"
-    parts = [
-        svg.box(x, top, _WIDTH, bottom - top, frame + (" changed" if is_new else ""), "undone" if is_lost else None)
-    ]
+    frame, texture = ("red", "undone") if is_lost else ("group", None)
+    parts = [svg.box(x, top, _WIDTH, bottom - top, frame + " changed" * is_new, texture)]
     for line, (word, colour) in enumerate(chips):
         parts.append(_token(x + 4, top + 4 + line * _LINE, word, (colour, None)))
-    label = f"Z{name}" + (" ✗" if is_lost else "")
-    parts.append(svg.text(x + 2, top - 6, label, "strong red-ink" if is_lost else "strong"))
+    label, classes = (f"Z{name} ✗", "strong red-ink") if is_lost else (f"Z{name}", "strong")
+    parts.append(svg.text(x + 2, top - 6, label, classes))
     if pd.notna(thought.agrees):
         parts.append(svg.badge(x + _WIDTH - 4, top + 1, "check" if thought.agrees else "cross"))
     return [_tipped(_thought_tip(thought, name), parts)]
@@ -279,11 +269,6 @@ def _passed(thought: TableLine) -> str:
     """Returns text on the request, step, phase and status of a thought."""
     status = thought.status.replace("_", " ")
     return f"request {int(thought.request_id)}, step {int(thought.step)}, {thought.phase}, {status}"
-
-
-def _plain_words(thought: TableLine) -> str:
-    """Returns all tokens of a thought, end token included, as one text for a hover text, not escaped."""
-    return " ".join(visible(token) for token in thought.tokens)
 
 
 def _token(x: float, y: float, token: str, fill: Fill, tip: str = "") -> str:

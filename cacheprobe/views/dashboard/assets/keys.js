@@ -1,4 +1,4 @@
-// The page's keys. What each does is listed in the dialog that "?" shows; see KEYS in shell.py.
+// The page's keys. The dialog that "?" shows lists what each does, and the words that not every reader knows.
 (function () {
   "use strict";
   const place = (name) => document.getElementById(name);
@@ -6,6 +6,31 @@
   const SLIDES = "[role=slider]";  // takes arrows, Home and End
   const LINES = "#rejected-view tr[data-intent]", GRID = "#grid-view svg.readings";
   const ARROWS = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1]};
+  const KEYS = [
+    ["← →", "one step back, one step on"],
+    ["n, p", "next, previous rejected draft, in the order of their list"],
+    ["Enter", "in the list: open the rejected draft"],
+    ["↑ ↓", "in the list: the line above, the line below"],
+    ["/", "search the rejected drafts"],
+    ["g", "go to the lens grid"],
+    ["← → ↑ ↓", "in the lens grid: another row, another layer"],
+    ["+, -, 0", "zoom the timeline in, out, back; or drag over its steps"],
+    ["Home, End", "first, last token of the request; in the list: first, last line"],
+    ["Tab, Enter", "reach a button or a menu, and press it"],
+    ["?", "show or hide this list"],
+  ];
+  const WORDS = [
+    ["S, T, C", "residual stream, attention output, MLP output of a layer"],
+    ["row", "one token that one pass read: every layer has states of it, and predicts the next token"],
+    ["accepted, rejected", "what the verifying pass said of a drafted token"],
+    ["rolled back", "removed again: a rejected draft, and the drafts behind it"],
+    ["recovered, bonus", "the verifier's own token: in place of a rejected draft, or after a wholly accepted one"],
+    ["superseded", "computed for a draft, and computed again by the pass that verified it"],
+    ["prediction depth", "first layer from which the first choice stays the last layer's"],
+    ["margin", "log-probability of the committed token minus that of the drafted one, in nats, in the last layer"],
+    ["strip under the slider", "all steps, one after the other: green accepted, red rolled back, blue other passes"],
+    ["T₀, T₁′, T₁", "newest committed token, first drafted token, the verifier's own token there"],
+  ];
   let change = null, current = null, searches = false;
 
   // Focuses the search box as soon as the list is drawn.
@@ -132,12 +157,11 @@
       made.append(...content);
       return made;
     };
-    const {keys, words} = JSON.parse(document.body.dataset.listed);
     const table = (lines, name) => element("table", element("tbody", ...lines.map(([first, what]) =>
       element("tr", element("th", element(name, first)), element("td", what)))));
     const close = element("button", "Close");
     close.className = "plain";
-    place("keys").replaceChildren(element("h2", "Keys"), table(keys, "kbd"), element("h2", "Words"), table(words, "b"), close);
+    place("keys").replaceChildren(element("h2", "Keys"), table(KEYS, "kbd"), element("h2", "Words"), table(WORDS, "b"), close);
   }
 
   function start(changes, at) {

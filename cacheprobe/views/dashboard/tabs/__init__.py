@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 from cacheprobe.views.dashboard.questions import PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.tabs.cache import CacheSlots, VerifyWindow
 from cacheprobe.views.dashboard.tabs.compare import Comparison
 from cacheprobe.views.dashboard.tabs.flip import FlipSearch
 from cacheprobe.views.dashboard.tabs.lens import Contributions, LensGridPage, RowCard
 from cacheprobe.views.dashboard.tabs.rejected import RejectedDrafts
-from cacheprobe.views.dashboard.tabs.replay import Timeline, TokenGrid
+from cacheprobe.views.dashboard.tabs.replay import CacheSlots, Timeline, TokenGrid, VerifyWindow
 from cacheprobe.views.dashboard.tabs.results import result_view
 from cacheprobe.views.dashboard.tabs.text import RequestText, Thoughts
 from cacheprobe.views.dashboard.view import View

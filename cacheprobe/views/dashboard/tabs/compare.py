@@ -5,12 +5,10 @@ from functools import cached_property
 import pandas as pd
 
 from cacheprobe.analysis.comparison import compare_requests, first_reading_difference, lens_of, setting_differences
-from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.trace.tables.draft_verdicts import draft_counts, drafts_table, rejected_by_place
-from cacheprobe.views.dashboard.export import directory_of, opened
 from cacheprobe.views.dashboard.questions import PageAnswer
 from cacheprobe.views.dashboard.run_tables import RunTables
-from cacheprobe.views.dashboard.view import View
+from cacheprobe.views.dashboard.view import View, directory_of, opened
 from cacheprobe.views.report.run_comparison import (
     NothingToCompare,
     about_request,
@@ -42,15 +40,12 @@ class Comparison(View):
         """Returns the settings that differ, what each run drafted, which requests differ, the tokens and rejected
         drafts of one request, and its lens readings with their difference; a note if fewer than two runs are open."""
         if sum(entry.tables is not None for entry in self.run_list.entries) < 2:
-            return (
-                "<h2>One run is open</h2><p class='note'>Name two or more to compare them: "
-                "<code>cacheprobe dash RUN OTHER</code>.</p>"
-            )
+            remedy = "Name two or more to compare them: <code>cacheprobe dash RUN OTHER</code>."
+            return f"<h2>One run is open</h2><p class='note'>{remedy}</p>"
         ours, theirs, names = self.tables.run, self.other.run, self.names
         differences = compare_requests(ours.requests, theirs.requests, ours.events, theirs.events)
         settings = setting_differences(ours.meta, theirs.meta, ours.requests, theirs.requests)
         counts = draft_counts(ours.events), draft_counts(theirs.events)
-        schedules = fingerprint_block(fingerprint_differences(ours.fingerprint, theirs.fingerprint), names)
         one = differences[self.request]
         head = (
             f"<h2>{markup(comparison_title(differences))}</h2>"
@@ -58,7 +53,7 @@ class Comparison(View):
             f"<h3>What was drafted</h3>{counts_block(counts, names)}"
             f"<h3>{about_request(one)}</h3>{request_list(differences, self.request)}"
         )
-        after = f"<h3>Schedule fingerprints</h3>{schedules}"
+        after = f"<h3>Schedule fingerprints</h3>{fingerprint_block((ours.fingerprint, theirs.fingerprint), names)}"
         if one.what in ("prompt", "missing"):
             return head + after
         head += self._tokens(one.place if one.what == "tokens" else None)
@@ -94,9 +89,8 @@ class Comparison(View):
         sentence = f"Every lens reading{of_shared} is the same, bit for bit."
         if (first := first_reading_difference(shared, their_lines)) is not None:
             position, layer = first
-            sentence = (
-                f"The first lens reading{of_shared} that differs is that of layer {layer} at position {position}."
-            )
+            where = f"layer {layer} at position {position}"
+            sentence = f"The first lens reading{of_shared} that differs is that of {where}."
         html = f"{head}<p class='note'>{sentence} States are compared by <code>cacheprobe verify</code>.</p>"
         try:
             figure = lens_difference(pair[0], pair[1], self.names)

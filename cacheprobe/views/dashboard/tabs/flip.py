@@ -5,11 +5,10 @@ from collections.abc import Hashable, Sequence
 
 import pandas as pd
 
-from cacheprobe.views.dashboard.export import directory_of, opened_with_model
 from cacheprobe.views.dashboard.flip_process import FlipJob
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, one_of
 from cacheprobe.views.dashboard.reader import is_on_this_machine
-from cacheprobe.views.dashboard.view import View
+from cacheprobe.views.dashboard.view import View, button, directory_of, opened_with_model
 from cacheprobe.views.grids import flip_grid
 from cacheprobe.views.text import markup
 
@@ -49,7 +48,7 @@ class FlipSearch(View):
             html = (
                 f"<h3>What would have changed the verdict of request {self.request} in step {self.step}?</h3>"
                 "<p class='note'>The search runs the model once for each edit of a state.</p>"
-                "<button class='plain' data-flip-do='start'>Search the edits</button>"
+                f"{button('Search the edits', **{'flip-do': 'start'})}"
             )
             return {"html": html, "goes_on": False}
         if job is None:

@@ -12,14 +12,22 @@ from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row
 from cacheprobe.views.attribution import attribution
-from cacheprobe.views.dashboard.export import opened_with_model, readings_code
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, number, one_of
 from cacheprobe.views.dashboard.reader import RECORDED, tokenizer_texts
 from cacheprobe.views.dashboard.tabs.flip import BUTTON
-from cacheprobe.views.dashboard.view import View
+from cacheprobe.views.dashboard.view import View, button, opened_with_model, readings_code
 from cacheprobe.views.diagrams.cards import card_parts
-from cacheprobe.views.diagrams.lens_grid import LABEL_WIDTH, PITCH, grid_of
-from cacheprobe.views.lens_table import BELOW, Include, Measure, finding, reads_and_predicts, select
+from cacheprobe.views.diagrams.lens_grid import (
+    BELOW,
+    LABEL_WIDTH,
+    PITCH,
+    Include,
+    Measure,
+    finding,
+    grid_of,
+    reads_and_predicts,
+    select,
+)
 from cacheprobe.views.report.insight import insight, insight_in_vain
 from cacheprobe.views.text import markup
 
@@ -60,10 +68,9 @@ class AtRow(View):
         tables, lens = self.tables, self.question["lens"]
         if lens == RECORDED:
             if not tables.run.has_readings:
-                or_run = "" if tables.run.is_unread else ", or run it with Z in capture="
-                raise CannotShow(
-                    f"this run recorded no lens readings; choose a lens that reads its kept states{or_run}"
-                )
+                remedy = "choose a lens that reads its kept states"
+                remedy += "" if tables.run.is_unread else ", or run it with Z in capture="
+                raise CannotShow(f"this run recorded no lens readings; {remedy}")
             if self.site != "S":
                 raise CannotShow(f"recorded readings are of S; choose a lens that is read now for {self.site}")
             table = tables.readings(self.request, page)
@@ -145,10 +152,8 @@ class Contributions(AtRow):
         """Returns a heading, a note, and a figure of bars by layer for T (attention) and C (MLP)."""
         missing = [site for site in "STC" if site not in self.tables.run.sites]
         if missing:
-            raise CannotShow(
-                f"this run kept no {' and '.join(map(site_label, missing))}; record them with --capture STCZ: each "
-                "logit can then be split into the parts of attention and MLP"
-            )
+            remedy = "record them with --capture STCZ: each logit can then be split into the parts of attention and MLP"
+            raise CannotShow(f"this run kept no {' and '.join(map(site_label, missing))}; {remedy}")
         figure = attribution(self.table())
         figure.update_layout(margin=dict(l=52, r=8))
         note = "The final norm's scale is held at the row's own; bars sum to the logit."
@@ -208,8 +213,7 @@ class RowCard(AtRow):
         drawn = []
         for step in steps:
             draft = json.dumps({"run": self.question["run"], "request": self.request, "step": step})
-            which = f" (step {step})" if len(steps) > 1 else ""
-            drawn.append(f'<button class="plain" data-flip="{markup(draft)}">{BUTTON}{which}</button>')
+            drawn.append(button(f"{BUTTON} (step {step})" if len(steps) > 1 else BUTTON, flip=draft))
         return f'<p class="flips">{" ".join(drawn)}</p>' if drawn else ""
 
     def _features(self) -> str:
@@ -224,8 +228,7 @@ class RowCard(AtRow):
         if lines.empty:
             return f"{head}<p class='note'>No feature is active in this row.</p>"
         buttons = "".join(
-            f'<li><button class="plain" data-intent="feature" data-feature="{line.feature}">{line.feature}</button> '
-            f"{line.activation:.2f}</li>"
+            f"<li>{button(str(line.feature), intent='feature', feature=line.feature)} {line.activation:.2f}</li>"
             for line in lines.itertuples()
         )
         return f'{head}<ul class="features">{buttons}</ul><p class="note">Click one: it colours the text.</p>'
@@ -260,12 +263,10 @@ class RowCard(AtRow):
 
     def code(self) -> list[str]:
         """Returns the code of the card."""
-        row, number = self.row, int(self.row.row)
+        row, number, lens = self.row, int(self.row.row), self.question["lens"]
         which = "" if row.status == "committed" else f"row={number}, "
         return [
-            *readings_code(
-                self.run_list, self.tables, self.question["lens"], self.site, self.request, f"row == {number}"
-            ),
+            *readings_code(self.run_list, self.tables, lens, self.site, self.request, f"row == {number}"),
             f"cp.plots.token_card(table, trace.rows(), trace.events(), {self.request}, {row.position}, {which}"
             "token_texts=trace.token_texts)",
         ]

@@ -8,32 +8,28 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.trace.tables.rejected import TOKENS_AROUND
-from cacheprobe.views.dashboard.export import opened
 from cacheprobe.views.dashboard.facts import request_story, why_none_rejected
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, whole
-from cacheprobe.views.dashboard.rejected_list import LINES_A_PAGE, SORTS, Range, RejectedList, Selection, searchable
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.dashboard.tabs.tables import sorting_heads
-from cacheprobe.views.dashboard.view import View
-from cacheprobe.views.report.rejections import FLIP_WORDS, flip_of, margin_of, quoted
+from cacheprobe.views.dashboard.view import View, opened
+from cacheprobe.views.rejected import (
+    COLUMNS,
+    FLIP_WORDS,
+    LINES_A_PAGE,
+    Range,
+    RejectedList,
+    Selection,
+    cells_of,
+    searchable,
+)
 from cacheprobe.views.text import markup, plain, shorten, text_of, token_label
 
 MOST_LETTERS = 200
 """Largest length of a searched text."""
 _WIDTH = 28
 """Largest width of the text on one side of a token, in columns of a monospaced font."""
-_HEADS = {
-    "drafted": "drafted",
-    "committed": "committed",
-    "request": "request",
-    "step": "step",
-    "position": "position",
-    "drafter": "drafter’s layer",
-    "flip": "committed first from layer",
-    "margin": "margin, nats",
-}
-"""Headings of the columns, by the key in SORTS."""
 _NUMBERS = ("request", "step", "position", "drafter", "flip", "margin")
 
 
@@ -46,8 +42,8 @@ class RejectedDrafts(View):
         find, sort, request = (self.question.get(name) for name in ("find", "sort", "request"))
         if not isinstance(find or "", str) or len(find or "") > MOST_LETTERS:
             raise CannotShow(f"a searched text has at most {MOST_LETTERS} letters")
-        if sort and (not isinstance(sort, str) or sort.removeprefix("-") not in SORTS):
-            raise CannotShow(f"the list is sorted by {', '.join(SORTS)}, got {sort!r:.40}")
+        if sort and (not isinstance(sort, str) or sort.removeprefix("-") not in COLUMNS):
+            raise CannotShow(f"the list is sorted by {', '.join(COLUMNS)}, got {sort!r:.40}")
         if request is not None:
             request = self.request
         drafter, flips, margin = (self.question.get(name) or None for name in ("drafter", "flips", "margin"))
@@ -81,7 +77,8 @@ class RejectedDrafts(View):
         body = "".join(_line(tables, line, selection.find) for line in shown.itertuples())
         rejected.read_ahead()
         count, num_requests = len(drafts), drafts.request_id.nunique()
-        heads = sorting_heads(_HEADS, _NUMBERS, selection.sort, "sort")
+        labels = {key: heading for key, (heading, _) in COLUMNS.items()}
+        heads = sorting_heads(labels, _NUMBERS, selection.sort, "sort")
         head = f"<thead><tr>{heads}<th>text around</th></tr></thead>"
         finding = f"{count:,} draft{'s were' if count != 1 else ' was'} rejected, "
         finding += f"in {num_requests:,} request{'s' * (num_requests != 1)}"
@@ -101,10 +98,8 @@ class RejectedDrafts(View):
         """Returns the code of the list."""
         selection = self.selection
         code = [*opened(self.tables), "table = trace.rejected()"]
-        if selection.request is not None:
-            code += [f"table = table[table.request_id == {selection.request}]"]
-        if selection.drafter is not None:
-            code += [f"table = table[table.drafter_layer.fillna(-1) == {selection.drafter}]"]
+        known, decided = selection.conditions()
+        code += [f'table = table.query({known!r}, engine="python")'] if known else []
         if selection.find:
             code += [
                 "texts, requests, tokens = trace.token_texts, trace.requests, trace.tokens",
@@ -115,13 +110,9 @@ class RejectedDrafts(View):
                 'said = said.str.replace("␣", " ").str.casefold()',
                 f"table = table[said.str.contains({searchable(selection.find)!r}, regex=False)]",
             ]  # fmt: skip
-        if isinstance(selection.flips, str):
-            code += ["table = table[table.flip_layer.isna()]"]
-        else:
-            code += _within_code("flip_layer", "flip_layer", selection.flips)
-        code += _within_code("margin_at_least_nats", "margin_nats", selection.margin)
+        code += [f'table = table.query({decided!r}, engine="python")'] if decided else []
         if selection.sort:
-            column = SORTS[selection.sort.removeprefix("-")]
+            column = COLUMNS[selection.sort.removeprefix("-")][1]
             as_text = ', key=lambda texts: texts.str.replace("␣", " ").str.casefold()'
             key, is_rising = as_text if column.endswith("token") else "", not selection.sort.startswith("-")
             code += [f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}{key})']
@@ -168,16 +159,6 @@ def _range(value: object, what: str) -> Range | None:
     return least, most
 
 
-def _within_code(low: str, high: str, limits: Range | None) -> list[str]:
-    """Returns the lines of Python that keep a range: of column `low` from its least on, of `high` up to its most."""
-    if limits is None:
-        return []
-    least, most = limits
-    lines = [f"table = table[table.{low}.notna()]"]
-    lines += [] if least is None else [f"table = table[(table.{low} >= {least}).fillna(False)]"]
-    return lines + ([] if most is None else [f"table = table[(table.{high} <= {most}).fillna(False)]"])
-
-
 def _note(tables: RunTables) -> str:
     """Returns HTML: what a line is, and what the run lacks."""
     said = "A line is the first token of a draft that the verifier did not choose; a click or Enter opens it. "
@@ -218,7 +199,7 @@ def _filters(tables: RunTables) -> str:
     options += ["<option value='none'>none</option>"] if layers.isna().any() else []
     boxes = ""
     for name, rule in (("flips", "min='0' step='1'"), ("margin", "step='any'")) if tables.run.has_readings else ():
-        says = _HEADS[name.removesuffix("s")]
+        says = COLUMNS[name.removesuffix("s")][0]
         ends = (
             f"<input type='number' {rule} data-filter='{name} {i}' aria-label='{says}, {end}' placeholder='{end}'>"
             for i, end in enumerate(("least", "most"))
@@ -260,13 +241,10 @@ def _lines(count: int) -> str:
 
 def _line(tables: RunTables, line: TableLine, find: str) -> str:
     """Returns HTML of one line of the list. find: the text that was searched for."""
-    numbers = {"request": line.request_id, "step": line.step, "position": line.position}
-    drafter = "—" if pd.isna(line.drafter_layer) else int(line.drafter_layer)
-    cells: dict[str, object] = {**numbers, "drafter": drafter, "flip": flip_of(line), "margin": margin_of(line)}
+    cells = {key: markup(str(value)) for key, value in cells_of(line).items()}
     shown = [
-        f"<td class='drafted'>{markup(quoted(line.drafted_token))}</td>",
-        f"<td class='committed'>{markup(quoted(line.committed_token))}</td>",
-        *(f"<td class='number' data-name='{_HEADS[key]}'>{markup(str(cells[key]))}</td>" for key in _NUMBERS),
+        *(f"<td class='{key}'>{cells[key]}</td>" for key in ("drafted", "committed")),
+        *(f"<td class='number' data-name='{COLUMNS[key][0]}'>{cells[key]}</td>" for key in _NUMBERS),
         f"<td class='around'>{_far_before(line, find)}{_text_around(tables, line)}</td>",
     ]
     about = f"data-request='{line.request_id}' data-step='{line.step}' data-position='{line.position - 1}'"

@@ -1,15 +1,17 @@
-"""Shows the run step by step: requests by steps, the whole run as a strip, and requests by generated tokens."""
+"""Shows the run step by step: requests by steps, the whole run as a strip, requests by generated tokens, the cache of
+the chosen request, and its verify window."""
 
 from functools import cached_property
 
 import pandas as pd
 
 from cacheprobe.trace.tables.token_history import tokens_with_texts
-from cacheprobe.views.dashboard.export import opened
 from cacheprobe.views.dashboard.questions import PageQuestion, number, requests_of, span
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.view import View
+from cacheprobe.views.dashboard.view import View, opened
+from cacheprobe.views.diagrams.cache import CacheMarks, cache_piece, memory_sentence
 from cacheprobe.views.diagrams.decode_grid import decode_piece
+from cacheprobe.views.diagrams.diagram import decoded_phases, window_phases
 from cacheprobe.views.diagrams.timeline import (
     MOST_REQUESTS,
     MOST_STEPS,
@@ -19,6 +21,7 @@ from cacheprobe.views.diagrams.timeline import (
     timeline_picture,
     timeline_piece,
 )
+from cacheprobe.views.diagrams.windows import Window
 
 MOST_TOKENS = 40
 MOST_ZOOMED = 240
@@ -142,3 +145,120 @@ class TokenGrid(_OfRequests):
             f"cp.plots.decode_grid(trace.events(), {self.step}, trace.token_texts, requests={self.requests}, "
             f"places={self.places}, chosen={self.chosen})",
         ]
+
+
+class _AtWindow(View):
+    """A view that shows a verify window."""
+
+    @cached_property
+    def window(self) -> Window | None:
+        """First verify window of the request that ends at the step or later, else the last window; None without any."""
+        windows = self.tables.windows(self.request)
+        return next((w for w in windows if w.step >= self.step), windows[-1] if windows else None)
+
+
+class CacheSlots(_AtWindow):
+    """The cache slots of one request after a step."""
+
+    def table(self) -> pd.DataFrame:
+        """Returns a line for each cache slot, as `Trace.ledger`."""
+        return self.tables.ledger(self.request, self.step)
+
+    @cached_property
+    def marks(self) -> CacheMarks:
+        """Marks of the picture. Pending is the newest committed token if its cache slot is the next to be written."""
+        tables, request, step, window = self.tables, self.request, self.step, self.window
+        has_ended, events = tables.has_ended(request, step), tables.events_of(request)
+        num_committed = int(events[events.step <= step].committed_token_ids.map(len).sum())
+        last = int(self.table().position.max())
+        is_pending = num_committed and tables.prompt_length(request) + num_committed - 1 == last + 1
+        pending = last + 1 if is_pending and not has_ended else None
+        return CacheMarks(pending, window.num_truncated if window and window.step == step else 0, has_ended)
+
+    def draw(self) -> str:
+        """Returns HTML: the picture of the cache slots, and a sentence on the cache memory of all requests; a note if
+        the request has no cache slots after this step."""
+        tables, request, step, ledger = self.tables, self.request, self.step, self.table()
+        if ledger.empty:
+            when, why = "yet", f"After step {step} it has not been read; move on to a step of its own."
+            if (tables.events_of(request).step <= step).any():
+                when, why = f"after step {step}", "It was preempted, and freed its slots."
+            return f"<h2>Request {request} holds no cache slots {when}</h2><p class='note'>{why}</p>"
+        meta, in_use = tables.run.meta, tables.slots_in_use(step)
+        sizes = meta["config"]["capacity"], meta.get("cache_row_bytes")
+        memory = memory_sentence(len(ledger), *in_use, *sizes, has_ended=self.marks.has_ended)
+        return cache_piece(ledger, request, step, self.marks, tables.windows(request), memory).html
+
+    def code(self) -> list[str]:
+        """Returns the code of the picture."""
+        code = [*opened(self.tables), f"table = trace.ledger({self.request}, {self.step})"]
+        if not self.table().empty:
+            marks = ", ".join(f"{name}={value!r}" for name, value in self.marks._asdict().items())
+            code += [f"cp.plots.cache_picture(table, request_id={self.request}, step={self.step}, {marks})"]
+        return code
+
+
+class VerifyWindow(_AtWindow):
+    """The verify window of a request, the first that ends at the step or later, else the last; of a never verified
+    request, its prefill and its last step."""
+
+    @cached_property
+    def decoded_steps(self) -> tuple[int, int] | None:
+        """Last step of the prefill, and last step, of a request that was never verified; None for another, and if it
+        generated nothing."""
+        events = self.tables.events_of(self.request)
+        prefills = events[events.phase == "prefill"]
+        if self.tables.verified[self.request] or not prefills.committed_token_ids.map(len).any():
+            return None
+        return int(prefills.step.max()), int(events.step.max())
+
+    @property
+    def _is_deterministic(self) -> bool:
+        return bool(self.tables.run.request(self.request)["is_deterministic"])
+
+    def draw(self) -> str:
+        """Returns HTML: the four panels of the window; of a never verified request two panels; without either, a title
+        that says so."""
+        tables, request, window = self.tables, self.request, self.window
+        events, texts = tables.run.events, tables.run.token_texts
+        steps = self.decoded_steps if window is None else window.ledger_steps
+        if steps is None:
+            return f"<h2>No verify window of request {request} at or after this step</h2>"
+        ledgers = [tables.ledger(request, step) for step in steps]
+        if ledgers[-1].empty:
+            last = steps[-1] if window is None else window.step
+            return f"<h2>Request {request} was preempted in step {last}, and freed its cache slots</h2>"
+        if window is None:
+            return decoded_phases(request, events, ledgers, texts).html
+        return window_phases(window, events, ledgers, texts, is_deterministic=self._is_deterministic).html
+
+    @cached_property
+    def _steps(self) -> list[int] | None:
+        """Steps of the window's drafts and of its verify pass; None without a window."""
+        return None if self.window is None else sorted({*self.window.decode_steps, self.window.step})
+
+    def table(self) -> pd.DataFrame:
+        """Returns the rows that the drafts and the verify pass computed; all rows of a request without a window."""
+        rows = self.tables.rows_of(self.request)
+        return rows if self._steps is None else rows[rows.step.isin(self._steps)]
+
+    def code(self) -> list[str]:
+        """Returns the code of the panels."""
+        request, window = self.request, self.window
+        code = [*opened(self.tables), "events = trace.events()", f"table = trace.rows({request})"]
+        if window is not None:
+            return [
+                *code,
+                f"table = table[table.step.isin({self._steps})]",
+                f"windows = cp.plots.find_windows(events, {request})",
+                f"window = next(window for window in windows if window.step == {window.step})",
+                f"ledgers = [trace.ledger({request}, step) for step in window.ledger_steps]",
+                "cp.plots.window_diagram(window, events, ledgers, trace.token_texts, "
+                f"is_deterministic={self._is_deterministic})",
+            ]  # fmt: skip
+        if self.decoded_steps is not None:
+            code += [
+                f"ledgers = [trace.ledger({request}, step) for step in {self.decoded_steps}]",
+                f"cp.plots.decoded_diagram({request}, events, ledgers, trace.token_texts)",
+            ]
+        return code

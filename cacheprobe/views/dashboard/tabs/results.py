@@ -5,22 +5,25 @@ import json
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict
-from cacheprobe.views.coin import coin_rows_figure
-from cacheprobe.views.columns import column_figure, columns_to_draw
+from cacheprobe.views.curves import column_figure, columns_to_draw
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion, whole
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.sweep import SweepCells, is_sweep
 from cacheprobe.views.dashboard.tabs.tables import ordered_column, selected_lines, selecting_code, sortable
-from cacheprobe.views.dashboard.view import View
+from cacheprobe.views.dashboard.view import View, button
+from cacheprobe.views.findings import coin_rows_figure
 from cacheprobe.views.grids import ESTIMATED_AND_REAL, attribution_patching_grid, patching_grid
 from cacheprobe.views.probes import probe_figure
 from cacheprobe.views.style import Figure
 from cacheprobe.views.text import markup
+
+if TYPE_CHECKING:
+    from cacheprobe.edits.patching.grid import PatchingGrid
 
 MOST_BYTES = 20 * 2**20
 MOST_FIGURES = 6
@@ -74,9 +77,7 @@ class ResultFile(View):
     def stored(self) -> list[StoredTable]:
         """Tables of the file: its lists of records, then its other values. Of a patching grid, the grid's table."""
         if _is_grid(self.content):
-            from cacheprobe.edits.patching.grid import PatchingGrid
-
-            return [StoredTable(("cells",), PatchingGrid.load(self.path).table)]
+            return [StoredTable(("cells",), _grid(self.path).table)]
         tables = [StoredTable(keys, pd.DataFrame(lines)) for keys, lines in _record_lists(self.content)]
         if values := list(_plain_values(self.content)):
             frame = pd.DataFrame({"figure": [name for name, _ in values], "value": [value for _, value in values]})
@@ -127,11 +128,8 @@ class ResultFile(View):
         """Returns HTML: a button for each table of the file; the name alone if there is one."""
         if len(self.stored) == 1:
             return f"<h3>{markup(self.chosen.name)}</h3>"
-        buttons = (
-            f'<button class="plain{" chosen" if i == self.index else ""}" data-intent="table" data-table="{i}">'
-            f"{markup(one.name)}</button>"
-            for i, one in enumerate(self.stored)
-        )
+        tables = enumerate(self.stored)
+        buttons = [button(one.name, i == self.index, intent="table", table=i) for i, one in tables]
         return f'<div class="verdicts">{"".join(buttons)}</div>'
 
     def code(self) -> list[str]:
@@ -142,15 +140,8 @@ class ResultFile(View):
             draw = "attribution_patching_grid" if set(ESTIMATED_AND_REAL) <= columns else "patching_grid"
             grid = f"grid = cp.patching.PatchingGrid.load({str(self.path)!r})"
             return ["import cacheprobe as cp", "", grid, "table = grid.table", *select, f"cp.plots.{draw}(grid)"]
-        begin = [
-            "import json",
-            "from pathlib import Path",
-            "",
-            "import pandas as pd",
-            "",
-            "import cacheprobe as cp",
-            "",
-        ]
+        begin = ["import json", "from pathlib import Path", ""]
+        begin += ["import pandas as pd", "", "import cacheprobe as cp", ""]
         begin += [f'content = json.loads(Path({str(self.path)!r}).read_text(encoding="utf-8"))', *self._reading_code()]
         if kind == "probes" and columns >= PROBE:
             last = "cp.plots.probe_figure(whole)"
@@ -213,18 +204,15 @@ def figures_of(path: Path, content: object) -> tuple[Sequence[Figure], str]:
     """Returns (plotly figures, note on their source as escaped text) of a result file; ([], "") without figures of its
     kind."""
     if _is_grid(content):
-        from cacheprobe.edits.patching.grid import PatchingGrid
-
-        grid = PatchingGrid.load(path)
+        grid = _grid(path)
         has_both = set(ESTIMATED_AND_REAL) <= set(grid.table.columns)
         figure = attribution_patching_grid(grid) if has_both else patching_grid(grid)
         return [figure], markup(repr(grid))
     if lists := _lists_with(content, SURGERY):
         name, lines = lists[0]
         effects = pd.DataFrame(lines)
-        note = (
-            f"{name}, of {path.name}: normalised logit difference of the answer, 0 as it was, 1 as the other question"
-        )
+        note = f"{name}, of {path.name}: normalised logit difference of the answer, 0 as it was, "
+        note += "1 as the other question"
         return [coin_rows_figure(effects, unit=unit) for unit in effects.unit.unique()], markup(note)
     if lists := _lists_with(content, PROBE):
         figures = [probe_figure(pd.DataFrame(lines)) for _, lines in lists[:MOST_FIGURES]]
@@ -234,6 +222,13 @@ def figures_of(path: Path, content: object) -> tuple[Sequence[Figure], str]:
         left_out = f" {len(lists) - len(figures)} more are not drawn." if len(lists) > len(figures) else ""
         return figures, markup(f"Of {path.name}.{left_out}")
     return [], ""
+
+
+def _grid(path: Path) -> "PatchingGrid":
+    """Returns a stored patching grid."""
+    from cacheprobe.edits.patching.grid import PatchingGrid
+
+    return PatchingGrid.load(path)
 
 
 def _is_grid(content: object) -> bool:
@@ -264,7 +259,6 @@ def _plain_values(content: object, name: str = "") -> list[tuple[str, object]]:
     """Returns a list of (path of keys joined by " · ", value): all values in a JSON value that are outside lists of
     records."""
     if isinstance(content, dict):
-        return [
-            one for key, value in content.items() for one in _plain_values(value, f"{name} · {key}" if name else key)
-        ]
+        named = ((f"{name} · {key}" if name else key, value) for key, value in content.items())
+        return [one for of_key, value in named for one in _plain_values(value, of_key)]
     return [] if _is_records(content) else [(name, content)]

@@ -1,7 +1,7 @@
 """Shows a sweep: small multiples over any two of its axes, and its cells, each with a button that opens its run."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.tables import selected_lines, selecting_code, sortable
-from cacheprobe.views.dashboard.view import View
+from cacheprobe.views.dashboard.view import View, button
 from cacheprobe.views.sweep_grid import MOST, NONE, in_order, sweep_grid
 from cacheprobe.views.text import markup
 
@@ -111,15 +111,15 @@ class SweepCells(View):
 
     def _opening_button(self, digest: object, _line: JsonDict) -> str:
         """Returns HTML of the button of a cell; its digest, if its run is not at hand."""
-        number, name = self.run_list.numbers().get(str(digest)), markup(str(digest)[:8])
-        button = f'<button class="plain" data-intent="open" data-run="{number}">{name}</button>'
-        return button if number is not None else name
+        number, name = self.run_list.numbers().get(str(digest)), str(digest)[:8]
+        return markup(name) if number is None else button(name, intent="open", run=number)
 
     def _facet_buttons(self) -> str:
         """Returns HTML: a button for each pair of axes; and for each axis with more values than are drawn at once, a
         button for each page of values."""
         pair = ".".join(self.pages)
-        buttons = "".join(_button(one, " × ".join(one.split(".")), one == pair) for one in self.pairs)
+        choice = partial(button, intent="set", name="facet")
+        buttons = "".join(choice(" × ".join(one.split(".")), one == pair, value=one) for one in self.pairs)
         lines = [f'<div class="verdicts">{buttons}</div>']
         for name in (name for name in self.pages if len(self.varied[name]) > MOST):
             buttons = ""
@@ -127,7 +127,7 @@ class SweepCells(View):
                 values = self.shown(name, page)
                 facet = ".".join([pair, *map(str, {**self.pages, name: page}.values())])
                 label = f"{values[0]} to {values[-1]}" if len(values) > 1 else str(values[0])
-                buttons += _button(facet, label, page == self.pages[name])
+                buttons += choice(label, page == self.pages[name], value=facet)
             lines.append(f'<div class="verdicts">{markup(name)}: {buttons}</div>')
         return "".join(lines)
 
@@ -152,10 +152,3 @@ class SweepCells(View):
 def _axis_values(table: pd.DataFrame, axis: str) -> pd.Series:
     """Returns the values of an axis as a Series, with the text "none" for missing values."""
     return table[axis].astype(object).where(table[axis].notna(), NONE)
-
-
-def _button(facet: str, label: str, is_chosen: bool) -> str:
-    return (
-        f'<button class="plain{" chosen" if is_chosen else ""}" data-intent="set" data-name="facet" '
-        f'data-value="{markup(facet)}">{markup(label)}</button>'
-    )

@@ -33,9 +33,13 @@ def selected_lines(table: pd.DataFrame, question: PageQuestion) -> pd.DataFrame:
         texts = table.map(str).agg("\n".join, axis=1).str.casefold()
         table = table[texts.str.contains(wanted.casefold(), regex=False)]
     if column is not None:
-        key = _as_floats if _has_numbers(table[column]) else _as_letters
-        is_rising = not _text(question, "order").startswith("-")
-        table = table.sort_values(column, kind="stable", ascending=is_rising, key=key)
+        values, is_rising = table[column], not _text(question, "order").startswith("-")
+        if _has_numbers(values):
+            values = values.astype("Float64")
+        else:
+            values = values.map(str, na_action="ignore").str.casefold()
+        order = values.reset_index(drop=True).sort_values(kind="stable", ascending=is_rising)
+        table = table.iloc[order.index]
     return table
 
 
@@ -101,14 +105,6 @@ def as_text(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-
-
-def _as_floats(values: pd.Series) -> pd.Series:
-    return values.astype("Float64")
-
-
-def _as_letters(values: pd.Series) -> pd.Series:
-    return values.map(str, na_action="ignore").str.casefold()
 
 
 def _has_numbers(values: pd.Series) -> bool:

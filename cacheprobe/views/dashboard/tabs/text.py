@@ -6,10 +6,9 @@ from typing import get_args
 import pandas as pd
 
 from cacheprobe.trace.tables.token_history import tokens_with_texts
-from cacheprobe.views.dashboard.export import opened
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, one_of
 from cacheprobe.views.dashboard.run_list import RunList
-from cacheprobe.views.dashboard.view import View
+from cacheprobe.views.dashboard.view import View, opened
 from cacheprobe.views.diagrams.cards import chunk_parts
 from cacheprobe.views.report.request_text import (
     MOST_TOKENS,
@@ -18,7 +17,7 @@ from cacheprobe.views.report.request_text import (
     with_differences,
     with_feature,
 )
-from cacheprobe.views.text import markup, plain, text_of
+from cacheprobe.views.text import counted, markup, plain, text_of
 from cacheprobe.views.thoughts.columns import story_of
 from cacheprobe.views.thoughts.picture import thoughts_block
 
@@ -66,15 +65,16 @@ class RequestText(View):
         """Returns the code of the text."""
         run, request, measure = self.tables.run, self.request, self.measure
         table, more, chosen = f"cp.analysis.generated_tokens(trace, {request})", "", f"request_id == {request}"
+        measured = repr(measure)
         if measure in ("feature", "difference"):
             self.table()
         if measure == "feature":
             table = f"trace.features(top={run.meta['capture']['top_features']}).query({chosen!r})"
-            more = f", features=table, feature={self.feature}"
+            measured, more = repr(self.feature), ", values=table"
         elif measure == "difference":
             columns = ["request_id", "position", "token_id", "logprob_nats", "other_logprob_nats", "difference_nats"]
             table = f"cp.analysis.engine_differences(trace).query({chosen!r})[{columns}]"
-            more = ", differences=table"
+            more = ", values=table"
         elif measure != "verdict" and not run.has_readings:
             raise CannotShow(f"this run has no readings to take the {measure} from; choose the verdict")
         readings = "trace.hypotheses()" if run.has_readings else "None"
@@ -83,7 +83,7 @@ class RequestText(View):
             *opened(self.tables),
             f"table = {table}",
             f"cp.plots.request_text(trace.rows(), trace.events(), {request}, {readings}{thoughts}, "
-            f"measure={measure!r}, texts=trace.token_texts{more})",
+            f"measure={measured}, texts=trace.token_texts{more})",
         ]
 
 
@@ -101,8 +101,8 @@ def range_view(run_list: RunList, question: PageQuestion) -> str:
     rejected = sum(len(parts.rejected.get(place, ())) for place in tokens.place.tolist())
     text = plain("".join(text_of(tables.run.token_texts, int(t)) for t in tokens.token_id))
     says = f"Tokens {tokens.place.iloc[0] + 1} to {tokens.place.iloc[-1] + 1}, <b>{markup(text)}</b>: "
-    says += f"{count} token{'s' * (count != 1)}, {accepted} of them accepted drafts; "
-    says += f"{rejected} draft{'s' * (rejected != 1)} rejected"
+    says += f"{counted(count, 'token')}, {accepted} of them accepted drafts; "
+    says += f"{counted(rejected, 'draft')} rejected"
     means = [
         f"mean {words} {value:.2f} nats"
         for name, words in (("logprob", "log-probability"), ("entropy", "entropy"))

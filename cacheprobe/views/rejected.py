@@ -1,4 +1,5 @@
-"""Sorts, searches and pages the list of a run's rejected drafts, and finds the next or previous one from a place."""
+"""Lists rejected drafts: for the dashboard, where the list is sorted, searched and paged, and for a report or a
+terminal."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
@@ -6,11 +7,13 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from threading import Lock, Thread
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from cacheprobe.core.terminal import Listing
+from cacheprobe.core.values import TableLine
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.rejected import (
     DECIDED_COLUMNS,
@@ -20,20 +23,25 @@ from cacheprobe.trace.tables.rejected import (
     rejected_drafts,
     with_layers,
 )
-from cacheprobe.views.text import plain, text_of
+from cacheprobe.views.report.page import table
+from cacheprobe.views.text import counted, plain, shorten, text_of, visible
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
+
 
 LINES_A_PAGE = 50
-SORTS = {
-    "drafted": "drafted_token",
-    "committed": "committed_token",
-    "request": "request_id",
-    "step": "step",
-    "position": "position",
-    "drafter": "drafter_layer",
-    "flip": "flip_layer",
-    "margin": "margin_at_least_nats",
+COLUMNS = {
+    "drafted": ("drafted", "drafted_token"),
+    "committed": ("committed", "committed_token"),
+    "request": ("request", "request_id"),
+    "step": ("step", "step"),
+    "position": ("position", "position"),
+    "drafter": ("drafter’s layer", "drafter_layer"),
+    "flip": ("committed first from layer", "flip_layer"),
+    "margin": ("margin, nats", "margin_at_least_nats"),
 }
-"""Column that the list is sorted by, by its name in the page's address."""
+"""Heading and column of the table, by the key in the page's address by which the list is sorted."""
 _LINES_AT_ONCE = 128
 """Lines whose readings are read together; between them other threads may read."""
 
@@ -49,7 +57,7 @@ class Selection(NamedTuple):
     find: str = ""
     """Text that the list's lines contain, case ignored; "" for all lines."""
     sort: str = ""
-    """Key of SORTS, with "-" in front for the largest first; "" for the order of requests and steps."""
+    """Key of COLUMNS, with "-" in front for the largest first; "" for the order of requests and steps."""
     request: int | None = None
     """Only the rejected drafts of this request; None for all."""
     drafter: int | None = None
@@ -60,6 +68,27 @@ class Selection(NamedTuple):
     margin: Range | None = None
     """Only lines whose margin is in this range, in nats; None for all. A margin of which only a least value is known
     is in no range that has a most."""
+
+    def conditions(self) -> tuple[str, str]:
+        """Returns conditions on the lines of `Trace.rejected`, for `DataFrame.query`: those on columns that need no
+        lens readings, and those on the others; "" for none."""
+        known = [] if self.request is None else [f"request_id == {self.request}"]
+        if self.drafter is not None:
+            known.append("drafter_layer.isna()" if self.drafter == -1 else f"drafter_layer == {self.drafter}")
+        decided = (
+            ["flip_layer.isna()"] if isinstance(self.flips, str) else _within("flip_layer", "flip_layer", self.flips)
+        )
+        decided += _within("margin_at_least_nats", "margin_nats", self.margin)
+        return " and ".join(known), " and ".join(decided)
+
+
+def _within(low: str, high: str, limits: Range | str | None) -> list[str]:
+    """Returns the conditions of a range: column `low` has its least, column `high` its most. A null is in no range."""
+    if not isinstance(limits, tuple):
+        return []
+    least, most = limits
+    ends = ("" if least is None else f"{low} >= {least}", "" if most is None else f"{high} <= {most}")
+    return [f"{low}.notna()", *filter(None, ends)]
 
 
 class RejectedList:
@@ -157,28 +186,21 @@ class RejectedList:
     def _lines(self, selection: Selection) -> tuple[int, ...]:
         """Returns the numbers of the lines of `drafts` that the list holds, in its order. Raises: ValueError for an
         unknown column to sort by."""
-        kept = np.arange(len(self.drafts))
-        if selection.request is not None:
-            kept = kept[self.drafts.request_id.to_numpy() == selection.request]
-        if selection.drafter is not None:
-            layers = self.drafts.drafter_layer.fillna(-1).to_numpy(dtype=int)
-            kept = kept[layers[kept] == selection.drafter]
+        known, decided = selection.conditions()
+        drafts = self.drafts.query(known, engine="python") if known else self.drafts
+        kept = drafts.index.to_numpy()
         if selection.find:
             kept = kept[self._has(searchable(selection.find))[kept]]
-        if selection.flips is not None or selection.margin is not None:
-            table = self.table(kept.tolist())
-            if isinstance(selection.flips, str):
-                fits = table.flip_layer.isna().to_numpy()
-            else:
-                fits = _within(table.flip_layer, table.flip_layer, selection.flips)
-            kept = kept[fits & _within(table.margin_at_least_nats, table.margin_nats, selection.margin)]
+        if decided:
+            table = self.table(kept.tolist()).reset_index(drop=True)
+            kept = kept[table.query(decided, engine="python").index]
         if selection.sort:
             kept = kept[self._order(kept, selection.sort)]
         return tuple(kept.tolist())
 
     def _order(self, lines: np.ndarray, sort: str) -> np.ndarray:
         """Returns the order of lines, as places among them; unknown values come last."""
-        column = SORTS[sort.removeprefix("-")]
+        column = COLUMNS[sort.removeprefix("-")][1]
         table = self.table(lines.tolist()) if column in DECIDED_COLUMNS else self.drafts.iloc[lines]
         values = table[column].reset_index(drop=True)
         if column.endswith("token"):
@@ -206,21 +228,77 @@ class RejectedList:
         return min(max(start + by, 0), len(lines) - 1) if 0 <= start + sign < len(lines) else None
 
 
-def _within(at_least: pd.Series, exactly: pd.Series, limits: Range | None) -> np.ndarray:
-    """Returns a bool for each line: whether a value is in a range, `at_least` compared with its least, and `exactly`
-    with its most. A null is in no range."""
-    if limits is None:
-        return np.ones(len(at_least), dtype=bool)
-    low, high = (column.astype("Float64").to_numpy(dtype=float, na_value=np.nan) for column in (at_least, exactly))
-    least, most = limits
-    fits = ~np.isnan(low)
-    if least is not None:
-        fits &= low >= least
-    if most is not None:
-        fits &= high <= most
-    return fits
-
-
 def searchable(text: str) -> str:
     """Returns a text as a search compares it: spaces as spaces, and in one case."""
     return plain(text).casefold() if text else ""
+
+
+_HEADINGS = (
+    "request", "step", "position", "text before", "drafted", "committed", "tokens lost", "drafted in step",
+    "drafter's layer", "committed first from layer", "margin, nats",
+)  # fmt: skip
+FLIP_WORDS = (
+    "The committed token is the lens’s first choice from the named layer up to the last one; “never”: it is not the "
+    "last layer’s."
+)
+"""Text that explains the column "committed first from layer"."""
+_WIDTH = 32
+"""Largest width of the text before a token, and of a token, in columns of a monospaced font."""
+_MOST = 500
+"""Largest number of lines in a report."""
+
+
+def cells_of(line: TableLine) -> dict[str, object]:
+    """Returns the cells of one line of `Trace.rejected` by the keys of COLUMNS; "—" for null."""
+    drafter = "—" if pd.isna(line.drafter_layer) else int(line.drafter_layer)
+    flip, margin = "—", "—"  # without lens readings
+    if not pd.isna(line.margin_at_least_nats):
+        flip = "never" if pd.isna(line.flip_layer) else int(line.flip_layer)
+        margin = f"{'> ' * bool(pd.isna(line.margin_nats))}{line.margin_at_least_nats:.2f}"
+    tokens = (quoted(line.drafted_token), quoted(line.committed_token))
+    values = (*tokens, line.request_id, line.step, line.position, drafter, flip, margin)
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def _rejections(table: pd.DataFrame) -> list[list[object]]:
+    """Returns one line of cells, in the order of _HEADINGS, for each line of `Trace.rejected`."""
+    lines: list[list[object]] = []
+    for line in table.itertuples():
+        cells, before = cells_of(line), shorten(plain(line.text_before)[::-1], _WIDTH)[::-1]
+        first = [*(cells[key] for key in ("request", "step", "position")), before, cells["drafted"], cells["committed"]]
+        rest = [cells[key] for key in ("drafter", "flip", "margin")]
+        lines.append([*first, line.num_rolled_back, line.drafted_step, *rest])
+    return lines
+
+
+def rejections_listing(trace: "Trace", request_id: int | None = None) -> Listing:
+    """Returns a `Listing` with the rejected drafts of a run, or of one request. Raises: KeyError for a request that the
+    trace does not have."""
+    found = trace.rejected()
+    if request_id is not None:
+        trace.committed(request_id)
+        found = found[found.request_id == request_id]
+    rows = [tuple(map(str, line)) for line in _rejections(found)]
+    return Listing("rejected drafts", _HEADINGS, rows, "" if rows else "no draft was rejected")
+
+
+def rejections_section(trace: "Trace") -> str:
+    """Returns HTML with the rejected drafts of all requests of a run."""
+    found, head = trace.rejected(), "<h2>Every rejected draft</h2>"
+    if found.empty:
+        return f"{head}<p class='note'>No draft of this run was rejected.</p>"
+    more = f" The first {_MOST} of {len(found):,} are shown." if len(found) > _MOST else ""
+    note = (
+        f"<p class='note'>Each line is the first token of a draft that the verifier did not choose. {FLIP_WORDS} The "
+        "margin is how much more log-probability the last layer gives to the committed token; “&gt;” says that the "
+        f"draft token is not among the top tokens read. “—”: not known, or a draft of all layers or of none.{more}</p>"
+    )
+    num_requests = found.request_id.nunique()
+    summary = f"{len(found):,} rejected draft{'s' * (len(found) != 1)} in {counted(num_requests, 'request')}"
+    lines = table(list(_HEADINGS), _rejections(found.iloc[:_MOST]))
+    return f"{head}{note}<details open><summary>{summary}</summary>{lines}</details>"
+
+
+def quoted(token: object) -> str:
+    """Returns a token's text in quotation marks, cut to a width; "—" for a null."""
+    return "—" if not isinstance(token, str) else f"“{shorten(visible(token), _WIDTH)}”"
