@@ -74,7 +74,7 @@ def run(
     output.require_usable()
     # before the model is loaded, which takes seconds: settings check themselves
     drafter, to_read = _drafter_and_prompts(model, prompts, settings, shapes, capture)
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         drafter=drafter, deterministic=settings.deterministic, lens=settings.lens, seed=settings.seed,
         sampling=sampling, capture=capture, **shapes,
     )  # fmt: skip

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_type_h
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.settings import DEFAULT_SAMPLING, ModelFlags, PromptFlags, RunFlags
 from cacheprobe.core.values import JsonDict, nearest_or_all
 
@@ -118,7 +117,7 @@ class SweepRunSettings(_Strict):
     prefill_group: Count | None = None
     pad_prefill: Annotated[bool, Field(strict=True)] | None = None
     deterministic: Annotated[float, Field(ge=0, le=1)] = RunFlags.deterministic
-    determinism: Literal["verify", "invariant"] = EngineConfig.determinism
+    determinism: Literal["verify", "invariant"] = "verify"
     capture: str | None = "Z"
     """Sites to keep, of S (residual stream), T (attention output), C (MLP output) and Z (lens readings)."""
     layers: tuple[Annotated[int, Field(strict=True)], ...] | None = None
