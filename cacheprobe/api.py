@@ -33,7 +33,6 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.settings import hold_model
 from cacheprobe.models.weights import hashing_once
-from cacheprobe.trace.parts.journal import last_step
 from cacheprobe.trace.places import clean_finished
 from cacheprobe.trace.recording.observers import Interrupted, ProgressBar, cancelling
 from cacheprobe.trace.recording.stream import Stream
@@ -219,7 +218,7 @@ def resume(
     plan, states = plan_again(journal, model, drafter, lens, interventions, keep, dictionary)
     stored = journal.header["meta"]
     meta = {name: stored[name] for name in ("kind", "drafter", "command", "replay") if name in stored}
-    loop = plan.bind_loop(drafter, last_step(journal))
+    loop = plan.bind_loop(drafter, journal.last_step)
     with (
         _progress_bar(plan, progress, sum(state.num_generated for state in states)) as bar,
         cancelling([state for state in states if not state.is_ended], progress) as stop,
