@@ -30,7 +30,6 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
 from cacheprobe.models.settings import hold_model
 from cacheprobe.models.weights import hashing_once
-from cacheprobe.trace.parts.journal import last_step
 from cacheprobe.trace.places import clean_finished
 from cacheprobe.trace.recording.observers import Interrupted, ProgressBar, cancelling
 from cacheprobe.trace.recording.stream import Stream
@@ -204,7 +203,7 @@ def resume(
     if drafter is None and replay is not None and replay["is_replayed"]:
         drafter = Replayed.from_record(replay["drafts"])
     run = prepare_again(journal, model, drafter, lens, interventions, keep, dictionary)
-    plan, states, stored, step = run.plan, run.states, journal.header["meta"], last_step(journal)
+    plan, states, stored, step = run.plan, run.states, journal.header["meta"], journal.last_step
     meta = {name: stored[name] for name in ("kind", "drafter", "command", "replay") if name in stored}
     with (
         _progress_bar(plan, progress, sum(state.num_generated for state in states)) as bar,

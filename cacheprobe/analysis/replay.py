@@ -21,9 +21,9 @@ from cacheprobe.models.paths import PATHS, choose_path
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.state_codec import INT8
 from cacheprobe.trace.manifest import damaged_files
-from cacheprobe.trace.parts.shards import ShardStore
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe.trace.recording.stored_states import read_now
+from cacheprobe.trace.shards import ShardStore
 from cacheprobe.trace.trace import Trace
 
 _SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill", "determinism")

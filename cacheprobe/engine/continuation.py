@@ -16,14 +16,14 @@ from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS
 from cacheprobe.trace.importers.common import KIND as IMPORT
+from cacheprobe.trace.journal import Journal, read_journal
 from cacheprobe.trace.manifest import MANIFEST, TraceError
-from cacheprobe.trace.parts.growing import GrowingRun
-from cacheprobe.trace.parts.journal import Journal, read_journal
 from cacheprobe.trace.recording.stored_states import LATER
 from cacheprobe.trace.recording.to_disk import restore_states
-from cacheprobe.trace.storage import request_from_record, trace_fields
+from cacheprobe.trace.storage import request_from_record
+from cacheprobe.trace.stored import GrowingRun
 from cacheprobe.trace.tables.edits import changed_rows
-from cacheprobe.trace.trace import Trace
+from cacheprobe.trace.trace import trace_of
 
 REFERENCE = "reference"
 """Entry "kind" of the metadata of a run of `cacheprobe.reference`."""
@@ -118,7 +118,7 @@ def _titled(dictionary: JsonDict | None) -> str:
 def _written(journal: Journal) -> list[set[int]]:
     """Returns, for each intervention of the run of a journal, the positions that it changed when they were last
     computed."""
-    trace = Trace(**trace_fields(GrowingRun(journal), None))
+    trace = trace_of(GrowingRun(journal), None)
     found = []
     for edit in trace.meta["interventions"]:
         newest = trace.rows(edit["request_id"]).drop_duplicates("position", keep="last")

@@ -1,7 +1,7 @@
 """Defines `TraceData`, the fields of a `Trace`: requests, tokens, tables and states, with methods that look up rows and
 states."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
@@ -19,64 +19,50 @@ from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.state_store import StateStore, layer_number, ragged_starts
-from cacheprobe.trace.tables.token_history import token_texts_of
 
 _NO_LINES = np.empty(0, dtype=np.int64)
 
 
 class Lookup:
-    """Holds indices of one table, each built at its first use and kept until the table is replaced or changed.
+    """Holds indices of one table, each built at its first use and kept until another table takes its place. A table
+    must not be changed in place.
 
     So reading every request of a run takes time in proportion to the run's lines, not to lines times requests.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[tuple[pd.Series, ...], Any]] = {}
+        self._known: dict[Hashable, tuple[pd.DataFrame, Any]] = {}
 
     def lines_of(self, table: pd.DataFrame, request_id: SupportsIndex) -> pd.DataFrame:
         """Returns a copy of the table's lines of one request, in the table's order; no line for an unknown request."""
-        by_request = self._index(table, "request", ("request_id",), lambda ids: pd.Series(ids).groupby(ids).indices)
+        by_request = self._index(table, "request", lambda: table.groupby("request_id").indices)
         return table.iloc[by_request.get(request_id, _NO_LINES)]
 
     def places_of(self, rows: pd.DataFrame, row_numbers: Sequence[int]) -> np.ndarray:
         """Returns the place in the rows table of each row number, as an array. Raises: KeyError for an unknown row
         number."""
-        places = self._index(rows, "row", ("row",), lambda numbers: pd.Series(np.arange(len(numbers)), index=numbers))
+        places = self._index(rows, "row", lambda: pd.Series(np.arange(len(rows)), index=rows.row))
         if unknown := [row for row in row_numbers if row not in places.index]:
             raise KeyError(f"no row {unknown[0]} in this trace; it has rows 0 to {len(rows) - 1}")
         return places.loc[row_numbers].to_numpy()
 
     def pattern_starts(self, rows: pd.DataFrame, numel: int) -> tuple[torch.Tensor, int]:
         """Returns `ragged_starts` of a flat tensor of `numel` attention weights, whose rows are those of the rows table
-        that have stored vectors."""
+        that have stored vectors. Counts a vector once that several rows share, of a shared prompt."""
 
-        def starts(state_index: np.ndarray, position: np.ndarray) -> tuple[torch.Tensor, int]:
-            """Returns the starts, counting once each stored vector that several rows share (of a shared prompt)."""
-            kept = state_index >= 0
-            _, first = np.unique(state_index[kept], return_index=True)
-            return ragged_starts(torch.tensor(position[kept][first]), numel)
+        def starts() -> tuple[torch.Tensor, int]:
+            kept = rows[rows.state_index >= 0].drop_duplicates("state_index").sort_values("state_index")
+            return ragged_starts(torch.tensor(kept.position.to_numpy()), numel)
 
-        return self._index(rows, ("starts", numel), ("state_index", "position"), starts)
+        return self._index(rows, ("starts", numel), starts)
 
-    def _index(self, table: pd.DataFrame, name: Any, columns: Sequence[str], build: Callable[..., Any]) -> Any:
-        """Returns build(*columns as arrays), or what it returned before if the columns are the same and unchanged.
-
-        pandas copies a column before a change in place if another Series refers to its memory, as `_known` does. So a
-        column at the same address has the same values.
-        """
-        now = tuple(table[column] for column in columns)
-        before, index = self._known.get(name, ((), None))
-        if not before or not all(map(_is_same_memory, now, before)):
-            index = build(*(column.to_numpy() for column in now))
-            self._known[name] = now, index
+    def _index(self, table: pd.DataFrame, name: Hashable, build: Callable[[], Any]) -> Any:
+        """Returns build(), or what it returned before for the same table."""
+        before, index = self._known.get(name, (None, None))
+        if before is not table:
+            index = build()
+            self._known[name] = table, index
         return index
-
-
-def _is_same_memory(column: pd.Series, other: pd.Series) -> bool:
-    """Returns True if two columns hold the same memory. False for columns that NumPy must copy, so that their index is
-    built at every call."""
-    a, b = column.to_numpy(), other.to_numpy()  # both alive, so that no copy takes the address of a freed one
-    return a.ctypes.data == b.ctypes.data and len(a) == len(b)
 
 
 @dataclass
@@ -90,11 +76,13 @@ class TraceData:
     """Committed token ids by request id, without the prompt."""
     texts: Mapping[int, str]
     row_table: pd.DataFrame = field(repr=False)
-    stored_readings: pd.DataFrame | None = field(repr=False)
-    """Lens readings, without verdicts; None if the run has none, if the lens has not read them yet (`is_unread`), or if
-    they are on the disk alone. Use `recorded_readings`."""
+    stored_readings: "pd.DataFrame | Callable[[], pd.DataFrame | None] | None" = field(repr=False)
+    """Lens readings, without verdicts, or a function that reads them from the disk; None if the run has none, or if the
+    lens has not read them yet (`is_unread`). Use `recorded_readings`."""
     event_table: pd.DataFrame = field(repr=False)
     ledger_table: pd.DataFrame = field(repr=False)
+    token_table: pd.DataFrame = field(repr=False)
+    """Columns token_id and token, one line for every token of the rows, events and readings."""
     store: StateStore = field(repr=False)
     meta: JsonDict = field(repr=False)
     """fingerprint, config, capture, checks, behaviour, drafter, lens, finish reasons, model source; is_lens_later
@@ -109,17 +97,12 @@ class TraceData:
     """Interventions of the run. Their vectors are not saved: a loaded trace has only their description in `meta`."""
     kept_rows: Mapping[int, KVSnapshot] = field(default_factory=dict, repr=False)
     """KVSnapshot (keys and values) by request, for requests with keep_kv=True; not saved."""
-    token_table: pd.DataFrame | None = field(default=None, repr=False)
-    """Columns token_id and token, one line for every token of the rows, events and readings. None, until `token_texts`
-    builds the table, for a run that an older version stored."""
     reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
     reading_later: "Callable[[TraceData], None] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) that reads Z from the stored S and adds it to the trace; set for runs with lens="later" only."""
-    readings_on_disk: "Callable[[], pd.DataFrame | None] | None" = field(default=None, repr=False, compare=False)
-    """Function that reads the lens readings from the disk; None if they are in `stored_readings`."""
     table_files: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Names of the Parquet files of a saved run by table, if they are in today's format."""
+    """Names of the Parquet files of a saved run by table."""
     lookup: dict[str, Lookup] = field(
         default_factory=lambda: {name: Lookup() for name in ("rows", "events", "ledger")},
         init=False, repr=False, compare=False,
@@ -145,14 +128,15 @@ class TraceData:
     def recorded_readings(self) -> pd.DataFrame | None:
         """Lens readings that were recorded, as a DataFrame; None if there are none. Of a saved run, reads them from the
         disk at the first use."""
-        if self.readings_on_disk is not None:
-            self.stored_readings, self.readings_on_disk = self.readings_on_disk(), None
-        return self.stored_readings
+        held = self.stored_readings
+        if callable(held):
+            held = self.stored_readings = held()
+        return held
 
     @hypothesis_table.setter
     def hypothesis_table(self, readings: pd.DataFrame | None) -> None:
         """Replaces the lens readings; the run then counts as read."""
-        self.stored_readings, self.readings_on_disk = readings, None
+        self.stored_readings = readings
         self.table_files.pop("hypotheses", None)
         self.meta.pop("is_lens_later", None)
 
@@ -184,12 +168,7 @@ class TraceData:
 
     @property
     def token_texts(self) -> Mapping[int, str]:
-        """Dict from token id to text (signs such as ␣ for white space), for every token of `token_table`.
-        If the trace has no `token_table`, builds it from the tokens of the rows and readings tables, and keeps it in
-        the trace.
-        """
-        if self.token_table is None:
-            self.token_table = token_texts_of(self.row_table, self.recorded_readings)
+        """Dict from token id to text (signs such as ␣ for white space), for every token of `token_table`."""
         return dict(zip(self.token_table.token_id.tolist(), self.token_table.token.tolist(), strict=True))
 
     def rows(self, request_id: SupportsIndex | None = None, status: str | None = None) -> pd.DataFrame:

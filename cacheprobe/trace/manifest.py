@@ -12,21 +12,22 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 
 from cacheprobe.core.values import JsonDict
 
-FORMAT_VERSION = 12
+FORMAT_VERSION = 13
 """Number of the format of saved runs, and of the journals of growing ones. Only this format is read."""
 _EARLIER = "commit 29bbc91e"
-"""Reads the formats before 12, whose manifests do not name the cacheprobe that wrote them."""
+"""Reads the formats whose manifests do not name the cacheprobe that wrote them."""
 MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"
 BLOCK_BYTES, BLOCK_HEX = 2**20, 32
 """Bytes of a file that have one checksum in the manifest, and its number of hexadecimal digits."""
@@ -135,14 +136,9 @@ def sha256_of_manifest(manifest: JsonDict) -> str:
 
 def checksums_of(path: Path) -> tuple[int, str]:
     """Returns (size in bytes, checksums of the blocks as one hex text) of a file."""
-    blocks, size = [], 0
-    block = memoryview(bytearray(BLOCK_BYTES))  # one for all blocks: it stays in a core's cache
+    size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            while count < BLOCK_BYTES and (more := file.readinto(block[count:])):
-                count += more
-            blocks.append(xxhash.xxh3_128_hexdigest(block[:count]))
-            size += count
+        blocks = [xxhash.xxh3_128_hexdigest(file.read(BLOCK_BYTES)) for _ in range(0, size, BLOCK_BYTES)]
     return size, "".join(blocks)
 
 
@@ -152,7 +148,11 @@ class CheckedFiles:
     def __init__(self, directory: Path, manifest: JsonDict) -> None:
         self.directory = directory
         self.sizes: dict[str, int] = manifest["files"]
-        self._blocks: dict[str, str] = manifest["blocks"]
+        self.blocks: dict[str, str] = manifest["blocks"]
+
+    def names(self, kind: str, ending: str = "parquet") -> list[str]:
+        """Returns the names of the files of one kind, such as "rows", in the order in which they were written."""
+        return [name for name in self.sizes if name.startswith(f"{kind}-") and name.endswith(f".{ending}")]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Returns bytes start..stop-1 of a file (default: to its end) as a writable array [stop - start] of uint8.
@@ -164,16 +164,12 @@ class CheckedFiles:
         stop = size if stop is None else stop
         first = start // BLOCK_BYTES
         begin, end = first * BLOCK_BYTES, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, size)
-        data = np.empty(max(end - begin, 0), np.uint8)
-        with self.naming(name), (self.directory / name).open("rb", buffering=0) as file:
-            file.seek(begin)
-            filled = 0
-            while filled < len(data) and (count := file.readinto(data[filled:].data)):
-                filled += count
-        if filled < len(data):
+        with self.naming(name):
+            data = np.fromfile(self.directory / name, np.uint8, count=max(end - begin, 0), offset=begin)
+        if len(data) < end - begin:
             raise TraceError(
-                f"{self.directory / name} ends after {begin + filled} bytes instead of {size}; run it again or restore "
-                "the file"
+                f"{self.directory / name} ends after {begin + len(data)} bytes instead of {size}; run it again or "
+                "restore the file"
             )
         if place := self._damage(name, data, first):
             raise TraceError(
@@ -185,7 +181,7 @@ class CheckedFiles:
     def _damage(self, name: str, data: np.ndarray, first: int) -> str | None:
         """Returns the first block of `data`, which begins with block number `first`, that differs from its checksum, as
         a text "bytes 0 to 99"; None if all are equal."""
-        sums = self._blocks[name]
+        sums = self.blocks[name]
         for at in range(0, len(data), BLOCK_BYTES):
             block, number = data[at : at + BLOCK_BYTES], first + at // BLOCK_BYTES
             if xxhash.xxh3_128_hexdigest(block.data) != sums[number * BLOCK_HEX : (number + 1) * BLOCK_HEX]:
@@ -228,6 +224,27 @@ class CheckedFiles:
         """Returns a table of the run. Raises: TraceError as `read`."""
         with self.naming(name):
             return pq.read_table(pa.BufferReader(pa.py_buffer(self.read(name))))
+
+    def lines(self, name: str, key: str, values: Sequence[int], columns: "Sequence[str] | None" = None) -> pa.Table:
+        """Returns the lines of a table whose column `key` holds one of `values`. Reads only those parts of the file
+        that can hold one. columns: some of the table's columns; None for all."""
+        wanted = np.unique(np.asarray(values, dtype=np.int64))
+        parquet = self.parquet(name)
+        column = parquet.schema_arrow.get_field_index(key)
+        found = []
+        with self.naming(name):
+            for number in range(parquet.num_row_groups):
+                statistics = parquet.metadata.row_group(number).column(column).statistics
+                if statistics is None or not statistics.has_min_max:  # of no line
+                    continue
+                low, high = np.searchsorted(wanted, [statistics.min, statistics.max + 1])
+                if low == high:
+                    continue
+                is_wanted = pc.is_in(parquet.read_row_group(number, [key])[key], value_set=pa.array(wanted))
+                if pc.any(is_wanted).as_py():
+                    found.append(parquet.read_row_group(number, columns).filter(is_wanted))
+            nothing = parquet.schema_arrow.empty_table()
+            return pa.concat_tables(found or [nothing if columns is None else nothing.select(columns)])
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:

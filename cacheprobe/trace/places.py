@@ -21,8 +21,8 @@ from pathlib import Path
 
 from cacheprobe.core.files import Locked, only_writer, writer_of
 from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
-from cacheprobe.trace.parts.journal import read_journal
 
 KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens", "features", "readings", "waiting")
 """First part of the names of a run's data files."""
@@ -48,48 +48,14 @@ def require_free(directory: Path, overwrite: bool = False) -> None:
         _require_no_run(directory, overwrite)
 
 
-@contextmanager
-def saving(directory: Path, run_id: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Lets only this process save a run in `directory` during a `with` block, and yields an empty folder for files that
-    are not whole yet.
-
-    At the end deletes the files of the run that was replaced, which its manifest names, and its report. After an error
-    deletes what this save wrote; an earlier run is unchanged.
-    Raises: TraceError as `require_free`, and for an error of the file system, such as a full disk.
-    """
-    is_new = False
-    with saying_why(directory):
-        _require_writable(directory)
-        is_new = not directory.exists()
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            with only_writer(directory / LOCK) as lock:
-                _clean(directory, lock.left)
-                _require_no_run(directory, overwrite)
-                earlier = _manifest_in(directory)
-                replaced = list(earlier.get("files", ())) + ([REPORT] if earlier else [])
-                replaced += _unfinished_in(directory)
-                note = {"run_id": run_id, "replaces": replaced}
-                lock.note(note)
-                staging = directory / f"{LOCK}-{run_id}"
-                try:
-                    staging.mkdir()
-                    yield staging
-                finally:
-                    _clean(directory, note)
-        except BaseException:
-            if is_new:
-                with suppress(OSError):  # not empty: another process has begun to write there
-                    directory.rmdir()
-            raise
-
-
 @dataclass(frozen=True)
 class Recording:
-    """Holds the directory that one run is recorded in, and the run's id."""
+    """Holds the directory that one run is written in, and the run's id."""
 
     directory: Path
     run_id: str
+    is_kept: bool
+    """Whether an unfinished run stays after an error or a kill, to be continued."""
     note: Callable[[JsonDict], None]
     """Keeps what the next writer of the directory is to clean up if this process is killed."""
 
@@ -105,7 +71,7 @@ class Recording:
         return bool(earlier) and earlier.get("run_id") != self.run_id
 
     def drop(self) -> None:
-        """Deletes what was recorded here, the journal last; a finished run of the directory stays."""
+        """Deletes the unfinished run of the directory, the journal last; a finished run stays."""
         with saying_why(self.directory):
             for name in _unfinished_in(self.directory):
                 (self.directory / name).unlink(missing_ok=True)
@@ -116,38 +82,43 @@ class Recording:
         replaced = [*_manifest_in(self.directory)["files"], REPORT] if self.replaces_a_run else []
         with saying_why(self.directory):
             if replaced:
-                self.note({"run_id": self.run_id, "replaces": replaced, "is_recorded": True})
+                self.note({"run_id": self.run_id, "replaces": replaced, "is_recorded": self.is_kept})
             _clean(self.directory, {"run_id": self.run_id, "replaces": replaced + write()})
 
 
 @contextmanager
-def recording(directory: Path, run_id: str, *, overwrite: bool = False) -> Iterator[Recording]:
-    """Lets only this process record a run in `directory` during a `with` block. What is recorded stays after an error,
-    and after a kill: `read_journal` reads it.
+def recording(directory: Path, run_id: str, *, overwrite: bool = False, is_kept: bool = True) -> Iterator[Recording]:
+    """Lets only this process write a run in `directory` during a `with` block, whose `finish` makes the run whole.
 
     run_id: of a new run, or of the unfinished run of the directory, which is continued.
     overwrite: a finished run of the directory stays until the new run is finished; an unfinished one is deleted now.
+    is_kept: what was written stays after an error, and after a kill: `read_journal` reads it. Otherwise it is deleted.
     Raises: TraceError as `require_free`.
     """
+    note = {"run_id": run_id, "replaces": [], "is_recorded": is_kept}
     with ExitStack() as stack:
         with saying_why(directory):
             _require_writable(directory)
+            if not is_kept and not directory.exists():
+                stack.callback(_remove_empty, directory)
             directory.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context(only_writer(directory / LOCK))
             _clean(directory, lock.left)
-            journal = read_journal(directory)
+            journal = read_journal(directory) if is_kept else None
+            place = Recording(directory, run_id, is_kept, lock.note)
             if journal is None or journal.run_id != run_id:
                 _require_no_run(directory, overwrite)
-                for name in _unfinished_in(directory):
-                    (directory / name).unlink(missing_ok=True)
-            lock.note({})
-            place = Recording(directory, run_id, lock.note)
+                place.drop()
+            lock.note(note)
             shutil.rmtree(place.staging, ignore_errors=True)
+            stack.callback(_clean, directory, note)
             place.staging.mkdir()
-        try:
-            yield place
-        finally:
-            shutil.rmtree(place.staging, ignore_errors=True)
+        yield place
+
+
+def _remove_empty(directory: Path) -> None:
+    with suppress(OSError):  # not empty: it holds a run, or another process has begun to write there
+        directory.rmdir()
 
 
 def recorded_by(directory: Path) -> str:

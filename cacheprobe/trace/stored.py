@@ -1,22 +1,53 @@
-"""Reads the tables of a saved run one by one, without torch and without the states."""
+"""Reads the tables of a run on the disk, finished or not, without its states. Imports torch for the thoughts of an
+unfinished run of a Thinking States model alone.
 
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+A run that is being recorded, or was not finished, consists of parts:
+
+    run/
+      journal.jsonl                     names the parts below: see journal.py
+      rows-<id>-00000.parquet           and events, ledger, features: the tables of one part
+      readings-<id>-00000.parquet       lens readings, in the columns of `LensReader.take`, sorted by request
+      states-<id>-00000.safetensors     states of one part; the finished run keeps these files
+      thoughts-<id>-00000.parquet and .safetensors  of a Thinking States model: chunk states, and the logits of the
+                                        first word
+      waiting-<id>-00000.safetensors    states of the rows that wait for their next token, of the newest part alone
+
+A run is finished by one table of each kind in place of those of the parts, and a manifest (see storage.py).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
+from typing import ClassVar
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.manifest import UNREAD, CheckedFiles, read_manifest, require_whole
-from cacheprobe.trace.tables.build import recorded_lines
+from cacheprobe.trace.journal import Journal, read_journal, read_on
+from cacheprobe.trace.manifest import (
+    JOURNAL,
+    MANIFEST,
+    UNFINISHED,
+    UNREAD,
+    CheckedFiles,
+    TraceError,
+    read_manifest,
+    require_whole,
+)
+from cacheprobe.trace.tables.build import feature_table, hypotheses_table, reading_columns, recorded_lines
 from cacheprobe.trace.tables.draft_verdicts import with_verdicts
-from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.schema import arrow_schema, typed
 
+UNDECIDED = "given_up"
+"""Role and status of a row whose draft token has no verdict in the journal."""
+_READINGS_AT_ONCE = 60_000
+"""Number of lens readings that are in memory together while a run is finished."""
 REQUESTS_IN_MEMORY = 8
 """Number of requests whose readings stay in memory, in Arrow's compact form."""
 
@@ -28,38 +59,36 @@ class StoredRun:
     Twin: `load_trace(directory)`, whose tables hold the same lines, ==.
     """
 
+    readings_kind: ClassVar[str] = "hypotheses"
+    """First part of the names of the files with lens readings."""
+
     def __init__(self, directory: "str | Path") -> None:
         manifest = read_manifest(Path(directory))
         require_whole(Path(directory), manifest)
-        self._describe(Path(directory), manifest, manifest)
+        self._describe(manifest, CheckedFiles(Path(directory), manifest))
         self.meta: JsonDict = manifest["meta"]
         self.requests: list[JsonDict] = manifest["requests"]
         """One object for each request: request_id, prompt, prompt_token_ids, is_deterministic, committed_token_ids,
         text, example and others."""
-        self.shards: list[str] = manifest["shards"]
-        """Names of the files of states, in the order of their rows."""
-        states = f"thoughts-{self.run_id}.safetensors"
-        self.thought_files = [states] if states in self.files.sizes else []
-        """Names of the files with the chunk states of thoughts."""
 
-    def _describe(self, directory: Path, header: JsonDict, sums: JsonDict) -> None:
-        """Sets what a finished and a growing run have alike. header: with the run's id, sites, heads and layers.  sums:
-        sizes and checksums of the run's files."""
-        self.directory, self.files = directory, CheckedFiles(directory, sums)
+    def _describe(self, header: JsonDict, files: CheckedFiles) -> None:
+        """Sets what a finished and a growing run have alike. header: with the run's id, sites, heads and layers."""
+        self.directory, self.files = files.directory, files
         self.run_id: str = header["run_id"]
         """Id of the run, which its file names hold."""
         self.version = self.run_id
         """Names what was read: the run's id; of a growing run also its number of parts."""
         self.sites, self.heads = tuple(header["sites"]), tuple(header["heads"])
         self.layers = tuple(header["layers"])
-        self._request_readings = lru_cache(maxsize=REQUESTS_IN_MEMORY)(self._read_readings)
+        self.shards = files.names("states", "safetensors")
+        """Names of the files of states, in the order of their rows."""
+        self._lock = Lock()
+        self._held: dict[int, dict[str, pa.Table]] = {}
+        """Stored readings of a few requests, by file, the request that was read last at the end."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.directory.name}: {len(self.requests)} requests of {self._model_name})"
-
-    @property
-    def _model_name(self) -> str:
-        return self.fingerprint["model"]
+        requests = f"{len(self.requests)} requests of {self.fingerprint['model']}"
+        return f"{type(self).__name__}({self.directory.name}: {requests})"
 
     @property
     def fingerprint(self) -> JsonDict:
@@ -77,28 +106,27 @@ class StoredRun:
     @property
     def table_files(self) -> dict[str, str]:
         """Names of the Parquet files of whole tables, by table."""
-        suffix = f"-{self.run_id}.parquet"
-        return {name.removesuffix(suffix): name for name in self.files.sizes if name.endswith(suffix)}
+        return {name.partition("-")[0]: name for name in self.files.sizes if name.endswith(".parquet")}
 
-    def _table(self, name: str) -> pd.DataFrame | None:
-        """Returns a whole table of the run; None if it has none. Raises: TraceError if it is damaged."""
-        file = self.table_files.get(name)
-        return None if file is None else typed(self.files.table(file).to_pandas(), name)
-
-    def _required(self, name: str) -> pd.DataFrame:
-        table = self._table(name)
-        assert table is not None  # every run has it
-        return table
+    def _table(
+        self, kind: str, before: pd.DataFrame | None = None, names: "Sequence[str] | None" = None
+    ) -> pd.DataFrame:
+        """Returns the table of one kind, joined over its files; without a line if there is none. before: what the table
+        has before the files `names`. Raises: TraceError if a file is damaged."""
+        names = self.files.names(kind) if names is None else names
+        parts = [typed(self.files.table(name).to_pandas(), kind) for name in names]
+        parts = parts if before is None else [before, *parts]
+        return parts[0] if len(parts) == 1 else pd.concat([typed([], kind), *parts], ignore_index=True)
 
     @cached_property
     def rows(self) -> pd.DataFrame:
         """Rows table of the run: a DataFrame with one line for each token of each pass."""
-        return self._required("rows")
+        return self._table("rows")
 
     @cached_property
     def events(self) -> pd.DataFrame:
         """Events table of the run: a DataFrame with one line for each request in each step (mostly a pass)."""
-        return self._required("events")
+        return self._table("events")
 
     @cached_property
     def ledger(self) -> pd.DataFrame:
@@ -106,12 +134,12 @@ class StoredRun:
 
         `trace.tables.build.ledger_at` gives the slots after a step.
         """
-        return self._required("ledger")
+        return self._table("ledger")
 
     @cached_property
     def token_table(self) -> pd.DataFrame:
         """Tokens table of the run: token_id and token, one line for every token of its rows, events and readings."""
-        return self._required("tokens")
+        return self._table("tokens")
 
     @cached_property
     def token_texts(self) -> dict[int, str]:
@@ -124,12 +152,15 @@ class StoredRun:
         """Thoughts table of the run, one line for each thought of a Thinking States model; None for a run without
         thoughts.
         """
-        return self._table("thoughts")
+        return self._table("thoughts") if self.files.names("thoughts") else None
 
     @cached_property
     def feature_table(self) -> pd.DataFrame | None:
         """Recorded features: row, rank, feature and activation; None for a run without a dictionary."""
-        return self._table("features")
+        capture = self.meta.get("capture", {})
+        if capture.get("dictionary") is None:
+            return None
+        return feature_table(self._table("features"), self.rows, capture["statuses"])
 
     @cached_property
     def features(self) -> pd.DataFrame | None:
@@ -140,7 +171,7 @@ class StoredRun:
     @property
     def has_readings(self) -> bool:
         """True if the run contains lens readings."""
-        return "hypotheses" in self.table_files
+        return bool(self.files.names(self.readings_kind))
 
     @property
     def is_unread(self) -> bool:
@@ -149,7 +180,7 @@ class StoredRun:
 
     def all_readings(self) -> pd.DataFrame | None:
         """Returns the lens readings of the whole run, without verdicts; None if there are none."""
-        return self._table("hypotheses")
+        return self._table("hypotheses") if self.has_readings else None
 
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
         """Returns the lens readings of one request as a DataFrame, one line for each row and layer, rolled-back rows
@@ -159,13 +190,12 @@ class StoredRun:
         Raises: ValueError if the run has no lens readings.
         """
         self._require_readings()
-        table = self._request_readings(request_id)
+        own = self.rows[self.rows.request_id == request_id]
         if positions is not None:
-            position = table["position"]
-            inside = pc.and_(pc.greater_equal(position, positions.start), pc.less(position, positions.stop))
-            table = table.filter(inside)
+            own = own[own.position.isin(positions)]
         events = self.events[self.events.request_id == request_id]
-        return with_verdicts(table.to_pandas(), self.rows, events, self._prompt_lengths, self.token_texts)
+        table = self._hypotheses(self._request_readings(request_id), own)
+        return with_verdicts(table, own, events, self._prompt_lengths, self.token_texts)
 
     def readings_of_rows(self, rows: Sequence[int], columns: Sequence[str]) -> pd.DataFrame:
         """Returns some columns of the lens readings of some rows, as a DataFrame with one line for each row and layer.
@@ -175,43 +205,187 @@ class StoredRun:
         Raises: ValueError if the run has no lens readings.
         """
         self._require_readings()
-        return self.lines(self.table_files["hypotheses"], "row", rows, columns).to_pandas()
+        return self._stored_readings("row", rows, columns).to_pandas()
 
-    def lines(self, file: str, key: str, values: Sequence[int], columns: "Sequence[str] | None" = None) -> pa.Table:
-        """Returns the lines of a stored table whose column `key` holds one of `values`. Reads only those parts of the
-        file that can hold one. columns: some of the table's columns; None for all."""
-        wanted = np.unique(np.asarray(values, dtype=np.int64))
-        parquet = self.files.parquet(file)
-        column = parquet.schema_arrow.get_field_index(key)
-        found = []
-        with self.files.naming(file):
-            for number in range(parquet.num_row_groups):
-                statistics = parquet.metadata.row_group(number).column(column).statistics
-                if statistics is None or not statistics.has_min_max:  # of no line
-                    continue
-                low, high = np.searchsorted(wanted, [statistics.min, statistics.max + 1])
-                if low == high:
-                    continue
-                is_wanted = pc.is_in(parquet.read_row_group(number, [key])[key], value_set=pa.array(wanted))
-                if pc.any(is_wanted).as_py():
-                    found.append(parquet.read_row_group(number, columns).filter(is_wanted))
-            schema = parquet.schema_arrow
-            nothing = schema.empty_table() if columns is None else schema.empty_table().select(columns)
-            return pa.concat_tables(found or [nothing])
+    def _stored_readings(self, key: str, values: Sequence[int], columns: "Sequence[str] | None" = None) -> pa.Table:
+        """Returns the stored readings whose column `key` holds one of `values`. columns: as in `CheckedFiles.lines`."""
+        names = self.files.names(self.readings_kind)
+        return self._joined_readings(self.files.lines(name, key, values, columns) for name in names)
+
+    def _request_readings(self, request_id: int) -> pa.Table:
+        """Returns the stored readings of one request. Reads no file twice for one of the newest 8 requests."""
+        names = self.files.names(self.readings_kind)
+        with self._lock:
+            held = self._held.pop(request_id, {})
+            new = {name: self.files.lines(name, "request_id", [request_id]) for name in names if name not in held}
+            held = self._held[request_id] = held | new
+            while len(self._held) > REQUESTS_IN_MEMORY:
+                del self._held[next(iter(self._held))]
+        return self._joined_readings(held[name] for name in names)
+
+    def _joined_readings(self, parts: Iterable[pa.Table]) -> pa.Table:
+        found = list(parts)
+        return pa.concat_tables(found) if found else arrow_schema(self.readings_kind).empty_table()
+
+    def _hypotheses(self, readings: pa.Table, rows: pd.DataFrame) -> pd.DataFrame:
+        """Returns stored readings of these rows as `tables.build.hypotheses_table`."""
+        return readings.filter(pc.is_in(readings["row"], value_set=pa.array(rows.row.to_numpy()))).to_pandas()
 
     @property
     def _prompt_lengths(self) -> dict[int, int]:
         """Number of prompt tokens of each request, by request id."""
         return {request["request_id"]: len(request["prompt_token_ids"]) for request in self.requests}
 
-    def _read_readings(self, request_id: int) -> pa.Table:
-        """Returns the stored lens readings of one request."""
-        return self.lines(self.table_files["hypotheses"], "request_id", [request_id])
-
     def _require_readings(self) -> None:
         """Raises: ValueError if the run has no lens readings, with the reason."""
         if not self.has_readings:
             raise ValueError(UNREAD if self.is_unread else "this run read no lens; run it with 'Z' in capture=")
+
+
+class GrowingRun(StoredRun):
+    """Reads the tables of a run that is being recorded, or was not finished, up to its newest part. Does not change:
+    `read_on` returns another object.
+
+    Twin: `load_trace(directory)`, whose tables hold the same lines, ==.
+    """
+
+    readings_kind = "readings"
+
+    def __init__(self, journal: Journal, before: "GrowingRun | None" = None) -> None:
+        """Reads the parts of a journal. before: the run up to an earlier part of it, whose tables are not read
+        again."""
+        self.journal = journal
+        self._describe(journal.header, journal.files)
+        self.version = f"{self.run_id}-{len(journal.parts)}"
+        self.meta = _meta(journal)
+        tokens, texts = journal.tokens, journal.texts
+        self.requests = [
+            {**request, "committed_token_ids": tokens[request["request_id"]], "text": texts[request["request_id"]]}
+            for request in journal.header["requests"]
+        ]
+        self._texts = journal.token_texts
+        if before is not None:
+            self._lock, self._held = before._lock, before._held
+        known = {} if before is None else before.files.sizes
+        for kind in ("rows", "events", "ledger"):
+            names = [name for name in self.files.names(kind) if name not in known]
+            setattr(self, kind, self._table(kind, before and getattr(before, kind), names))
+        self.rows = self._labelled(self.rows, 0 if before is None else len(before.journal.parts))
+
+    def read_on(self) -> "GrowingRun | None":
+        """Returns the run with the parts that were written since; itself if there are none. Reads the new parts alone.
+        Returns None if the directory holds another run, or none. Raises: TraceError for a damaged part."""
+        journal = read_on(self.journal)
+        if journal is None or journal is self.journal:
+            return None if journal is None else self
+        return GrowingRun(journal, self)
+
+    @property
+    def table_files(self) -> dict[str, str]:
+        """Names of the Parquet files of whole tables: none, because each part has its own."""
+        return {}
+
+    def _labelled(self, rows: pd.DataFrame, since: int) -> pd.DataFrame:
+        """Returns the rows table with what the parts from number `since` on gave to earlier rows: role, status and
+        state_index. `rows` is unchanged."""
+        names = ("role", "status", "state_index")
+        rows = rows.assign(**{name: rows[name].to_numpy(copy=True) for name in names})
+        labelled = [line for part in self.journal.parts[since:] for line in part["labelled"]]
+        for i, name in enumerate(names, 1):
+            values = {line[0]: line[i] for line in labelled}
+            rows.loc[list(values), name] = list(values.values())
+        rows.loc[rows.role == "", ["role", "status"]] = UNDECIDED
+        return rows
+
+    @cached_property
+    def thoughts(self) -> pd.DataFrame | None:
+        """Thoughts table of the run so far; None without thoughts."""
+        of_lines, of_tensors = (self.files.names("thoughts", ending) for ending in ("parquet", "safetensors"))
+        if not of_lines:
+            return None
+        from cacheprobe.trace.shards import read_tensors
+        from cacheprobe.trace.tables.thoughts import thoughts_table
+
+        parts = []
+        for name, tensors in zip(of_lines, of_tensors, strict=True):  # the logits of one part at a time
+            logits = read_tensors(self.files, tensors, ["first_logits"])["first_logits"]
+            lines = self.files.table(name).to_pandas()
+            parts.append(thoughts_table(lines, logits, self.rows, self.journal.tokens))
+        table = pd.concat(parts, ignore_index=True)
+        return table.assign(thought=range(len(table)))
+
+    @cached_property
+    def token_texts(self) -> dict[int, str]:
+        """Dict from token id to text (signs such as ␣ for white space), for every token so far."""
+        return {token_id: visible(text) for token_id, text in self._texts.items()}
+
+    @cached_property
+    def token_table(self) -> pd.DataFrame:
+        """Tokens table of the run so far."""
+        return typed(sorted(self.token_texts.items()), "tokens")
+
+    # -- lens readings
+
+    @property
+    def has_readings(self) -> bool:
+        """True if the run records lens readings."""
+        return "Z" in (self.meta["capture"]["sites"] or "") and not self.is_unread
+
+    def readings_of_rows(self, rows: Sequence[int], columns: Sequence[str]) -> pd.DataFrame:
+        """Returns some columns of the lens readings of some rows, as `StoredRun.readings_of_rows`."""
+        self._require_readings()
+        return self._hypotheses(self._stored_readings("row", rows), self.rows[self.rows.row.isin(rows)])[list(columns)]
+
+    def all_readings(self) -> pd.DataFrame | None:
+        """Returns the lens readings of the whole run so far, without verdicts; None if there are none."""
+        pieces = list(self.reading_pieces())
+        return pd.concat(pieces, ignore_index=True) if pieces else None
+
+    def reading_pieces(self) -> Iterator[pd.DataFrame]:
+        """Yields the table of lens readings in pieces that are sorted like the whole: requests in order. Requests on
+        which the lens failed have none."""
+        failed = {int(request_id) for request_id in self.journal.gathered("lens_errors")}
+        rows = self.rows[~self.rows.request_id.isin(failed)]
+        counts = rows.groupby("request_id").size().mul(max(len(self.layers), 1))
+        for _, numbers in counts.groupby(counts.cumsum() // _READINGS_AT_ONCE):
+            if len(found := self._stored_readings("request_id", numbers.index.tolist())):
+                yield self._hypotheses(found, rows[rows.request_id.isin(numbers.index)])
+
+    def _hypotheses(self, readings: pa.Table, rows: pd.DataFrame) -> pd.DataFrame:
+        """Returns stored readings of these rows as `tables.build.hypotheses_table`."""
+        own = readings.filter(pc.is_in(readings["row"], value_set=pa.array(rows.row.to_numpy())))
+        return hypotheses_table(
+            reading_columns(own), rows, self.meta["lens"], lambda ids: [self._texts[i] for i in ids]
+        )
+
+
+def _meta(journal: Journal) -> JsonDict:
+    """Returns the metadata of the run so far, as in `Trace.meta`; "growing" says how many parts it has."""
+    last: Mapping[str, object] = journal.parts[-1] if journal.parts else {}
+    ends = {str(request["request_id"]): UNFINISHED for request in journal.header["requests"]}
+    return {
+        **journal.header["meta"],
+        **{name: last[name] for name in ("checks", "preemptions", "self_checks") if name in last},
+        "finish": ends | journal.gathered("finish"),
+        "errors": journal.gathered("errors"),
+        "growing": {"parts": len(journal.parts)},
+    }
+
+
+def open_run(directory: "str | Path") -> StoredRun:
+    """Returns a reader of the run in a directory, finished or not. Raises: TraceError if there is none, or if it is
+    damaged."""
+    journal = None if (Path(directory) / MANIFEST).exists() else read_journal(Path(directory))
+    return StoredRun(directory) if journal is None else GrowingRun(journal)
+
+
+def growing_run(directory: "str | Path") -> "GrowingRun":
+    """Returns a reader of the unfinished run in a directory. Raises: TraceError if there is none, or if it is
+    damaged."""
+    journal = read_journal(Path(directory))
+    if journal is None:
+        raise TraceError(f"{directory} has no {JOURNAL}; give the directory that a run is recorded in")
+    return GrowingRun(journal)
 
 
 def duckdb() -> ModuleType:

@@ -10,57 +10,24 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES
-from cacheprobe.core.values import folder
+from cacheprobe.core.values import folder, hint
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
-from cacheprobe.trace.parts.growing import open_run
+from cacheprobe.trace.manifest import TraceError
 from cacheprobe.trace.self_checks import self_checks_text
-from cacheprobe.trace.storage import save_trace, trace_fields
-from cacheprobe.trace.stored import duckdb
+from cacheprobe.trace.shards import ShardStore
+from cacheprobe.trace.storage import TABLES, request_from_record, save_trace, thought_states
+from cacheprobe.trace.stored import StoredRun, duckdb, open_run
 from cacheprobe.trace.tables.build import ledger_at
 from cacheprobe.trace.tables.edits import edits_of
 from cacheprobe.trace.tables.features import features_of, recorded_features
 from cacheprobe.trace.tables.hypotheses import hypotheses_of
 from cacheprobe.trace.tables.rejected import rejected_of
-
-if TYPE_CHECKING:
-    from duckdb import DuckDBPyRelation
-from typing import TYPE_CHECKING
-
-from cacheprobe.core.values import hint
-from cacheprobe.trace.manifest import TraceError
-from cacheprobe.trace.parts.shards import ShardStore
-from cacheprobe.trace.storage import TABLES
 from cacheprobe.trace.tables.schema import arrow_table
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyRelation
-
-
-MOVED = {
-    "read": "read_states",
-    "readings": "lens_readings",
-    "agreement": "agreement",
-    "settling": "prediction_depth",
-    "commitment": "commitment",
-    "saturation": "saturation",
-    "draft_agreement": "draft_agreement",
-    "divergences": "divergences",
-    "rejected": "rejected_tokens",
-    "attribution": "attribution",
-    "thought_readings": "read_thoughts",
-    "thought_insides": "thought_activations",
-    "cache_rows": "kv_snapshot",
-    "fork": "fork",
-    "to_activation_cache": "to_activation_cache",
-    "to_dataframe": "to_dataframe",
-    "to_datasets": "to_datasets",
-    "to_numpy": "to_numpy",
-    "to_speculators": "to_speculators",
-    "to_xarray": "to_xarray",
-}
-"""Names that people try as methods of a trace, each with the function of `cp.analysis` that computes it."""
 
 
 @dataclass(repr=False)
@@ -71,14 +38,6 @@ class Trace(TraceData):
     p + 1. Every token of the prompt and of the generated text, but the newest, has one canonical row, of status
     `committed`: prompt + generated - 1 rows. A request that starts from a KVSnapshot has none at the cached positions.
     """
-
-    if not TYPE_CHECKING:  # hidden from the type checker, which would otherwise accept every misspelt name
-
-        def __getattr__(self, name: str) -> object:
-            if name in MOVED:
-                column = "; its column settling_layer is named prediction_depth now" if name == "settling" else ""
-                raise AttributeError(f"trace.{name}(...) is cp.analysis.{MOVED[name]}(trace, ...){column}")
-            return object.__getattribute__(self, name)  # raises the error of a property again
 
     def __repr__(self) -> str:
         steps = self.event_table.drop_duplicates("step").phase.value_counts()
@@ -190,7 +149,18 @@ class Trace(TraceData):
         drafts' verdicts. Raises: ValueError for another name, for a table that the run does not have, and if duckdb is
         not installed; TraceError for a damaged file.
         """
-        return relation_of(self, name)
+        if name not in TABLES:
+            raise ValueError(f"unknown table {name!r}; tables are {', '.join(TABLES)}{hint(name, TABLES)}")
+        database, file = duckdb().connect(), self.table_files.get(name)
+        if file is not None and isinstance(self.store, ShardStore):
+            files = self.store.files
+            if fault := files.fault(file):
+                raise TraceError(f"{files.directory}: {fault}; run it again or restore the file")
+            return database.read_parquet(str(files.directory / file))
+        table = getattr(self, "hypothesis_table" if name == "hypotheses" else TABLES[name])
+        if table is None:
+            raise ValueError(f"this run has no table of {name}")
+        return database.from_arrow(arrow_table(table, name))
 
     def states(self, site: str, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:
         """Returns the states [n, m] of a request at one site and layer, one for each of its n rows of status
@@ -301,26 +271,26 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     Raises: TraceError for a directory without a readable manifest, for an unknown version, and for a file that is
     missing or has another size.
     """
-    return Trace(**trace_fields(open_run(directory), model))
+    return trace_of(open_run(directory), model)
 
 
-def relation_of(trace: TraceData, name: str) -> "DuckDBPyRelation":
-    """Returns a table of a trace as a DuckDB relation. name: of `storage.TABLES`.
-
-    Of a saved run, the file is compared with its checksums, and DuckDB then reads the columns and row groups that a
-    query needs. Other traces have the table in memory.
-    Raises: ValueError for an unknown table, one that the run does not have, and without duckdb; TraceError for a file
-    that differs from its checksums.
-    """
-    if name not in TABLES:
-        raise ValueError(f"unknown table {name!r}; tables are {', '.join(TABLES)}{hint(name, TABLES)}")
-    database, file = duckdb().connect(), trace.table_files.get(name)
-    if file is not None and isinstance(trace.store, ShardStore):
-        files = trace.store.files
-        if fault := files.fault(file):
-            raise TraceError(f"{files.directory}: {fault}; run it again or restore the file")
-        return database.read_parquet(str(files.directory / file))
-    table = getattr(trace, "hypothesis_table" if name == "hypotheses" else TABLES[name])
-    if table is None:
-        raise ValueError(f"this run has no table of {name}")
-    return database.from_arrow(arrow_table(table, name))
+def trace_of(run: StoredRun, model: CachedLM | None) -> Trace:
+    """Returns the Trace of a run on the disk, finished or not. Reads the tables now; states and lens readings are read
+    at their first use. Raises: TraceError for a damaged file."""
+    return Trace(
+        requests=tuple(request_from_record(item) for item in run.requests),
+        tokens={item["request_id"]: item["committed_token_ids"] for item in run.requests},
+        texts={item["request_id"]: item["text"] for item in run.requests},
+        store=ShardStore(run.files, run.shards, run.sites, run.layers, run.heads),
+        meta=run.meta,
+        model=model,
+        thought_states=thought_states(run),
+        row_table=run.rows,
+        event_table=run.events,
+        token_table=run.token_table,
+        ledger_table=run.ledger,
+        thought_table=run.thoughts,
+        feature_table=run.feature_table,
+        stored_readings=run.all_readings,
+        table_files=run.table_files,
+    )

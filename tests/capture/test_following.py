@@ -10,9 +10,9 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.files import Locked, only_writer, writer_of
+from cacheprobe.trace.journal import read_journal, read_on
 from cacheprobe.trace.manifest import JOURNAL, TraceError
-from cacheprobe.trace.parts.growing import growing_run
-from cacheprobe.trace.parts.journal import read_journal, read_on
+from cacheprobe.trace.stored import growing_run
 from cacheprobe.trace.tables.build import hypotheses_table
 from cacheprobe.views.dashboard import app
 from cacheprobe.views.dashboard.questions import answered

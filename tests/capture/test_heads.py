@@ -168,7 +168,7 @@ def test_nothing_is_kept_where_nothing_was_asked_for() -> None:
     """The default capture listens to what it did before, runs on the twin, and has the same fingerprint."""
     model, config = loaded(), EngineConfig()
     recorder = Recorder(model, cp.CaptureConfig(), (0, 1, 2), cp.lenses.LogitLens(), {0: (1, 2)})
-    assert {site for site, _ in recorder.wanted()} == {"pre", "S", "T", "C"} and recorder.head_blocks is None
+    assert {site for site, _ in recorder.wanted()} == {"pre", "S", "T", "C"}
     plain = cp.run(model, PROMPTS[:1], **SMALL)
     heard = cp.run(model, PROMPTS[:1], **SMALL, capture=captured(VECTORS, "STCZ"))
     assert plain.fingerprint == heard.fingerprint and plain.fingerprint["path"] == "fast"

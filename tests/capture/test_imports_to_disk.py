@@ -18,8 +18,8 @@ from cacheprobe.cli.run import resume
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.importers import entry as imports
 from cacheprobe.trace.importers.common import Imported
+from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.manifest import JOURNAL, TraceError
-from cacheprobe.trace.parts.journal import read_journal
 from tests.capture.recorded_run import failing_after
 from tests.capture.test_to_disk import require_equal
 from tests.tiny import SMALL, loaded

@@ -15,9 +15,9 @@ from cacheprobe.core.config import CaptureConfig, TokenRow
 from cacheprobe.core.records import ObserverError
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.state_codec import decode, encode
+from cacheprobe.trace import journal
+from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, TraceError
-from cacheprobe.trace.parts import journal
-from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.recording import disk_writer
 from cacheprobe.trace.recording.kept_states import KeptStates
 from cacheprobe.trace.recording.stored_states import chosen_lens
@@ -152,7 +152,7 @@ def test_dropped_states_leave_the_memory_at_the_verdict(monkeypatch: pytest.Monk
 
     def counting(self: KeptStates) -> None:
         apply(self)
-        held.append((self.num_undecided_bytes, self.num_bytes))
+        held.append((sum(one.num_bytes for one in self._undecided), self.num_bytes))
 
     monkeypatch.setattr(KeptStates, "apply_statuses", counting)
     made("early exit", {"statuses": ("given_up",)})

@@ -9,8 +9,8 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.trace import places
+from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.manifest import JOURNAL
-from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.recording.observers import ProgressBar
 from tests.capture.recorded_run import LONG, Stopped, failing_after
 from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)

@@ -9,7 +9,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace.parts.growing import growing_run
+from cacheprobe.trace.stored import growing_run
 from tests.capture.recorded_run import failing_after
 from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)
 from tests.thinking.test_thinking_engine import FREE, PROMPTS, RUN, lm

@@ -15,8 +15,8 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.manifest import JOURNAL, TraceError
-from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.recording import disk_writer
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.dashboard.growing_run import part_each_round

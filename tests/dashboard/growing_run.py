@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.trace.parts.journal import read_journal
+from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.recording import disk_writer
 from cacheprobe.trace.recording.disk_writer import Background
 from cacheprobe.trace.recording.stream import Stream

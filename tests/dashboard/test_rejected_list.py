@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.trace.parts.growing import GrowingRun
-from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.stored import GrowingRun, StoredRun
 from cacheprobe.views.dashboard import facts
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.views.dashboard.run_list import Follower, RunList

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.manifest import JOURNAL
-from cacheprobe.trace.parts.growing import growing_run
-from cacheprobe.trace.parts.journal import read_journal
 from cacheprobe.trace.recording.features import FeatureRecorder
+from cacheprobe.trace.stored import growing_run
 from cacheprobe.trace.tables.build import RowRecord
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.command import cacheprobe
@@ -182,7 +182,8 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
 
 def test_a_row_whose_source_was_not_recorded_has_no_features() -> None:
     recorder = FeatureRecorder(random_dictionary(), 3, ())
-    recorder.add([4], [RowRecord(0, 0, "prefill", 4, 9, 3, role="prompt")], torch.randn(1, 32))
+    row = RowRecord(0, 0, "prefill", 4, 9, 3, role="prompt")
+    recorder.add({id(row): 4}, recorder.find([row], torch.randn(1, 32)))
     recorder.copy(6, 4)
     recorder.copy(7, 5)
     assert {*recorder.take().row} == {4, 6} and not len(recorder.take())

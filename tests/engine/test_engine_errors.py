@@ -11,9 +11,9 @@ from cacheprobe.engine import committer
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
+from cacheprobe.trace.recording.kept_states import KeptStates, PassStates
 from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.self_checks import CaptureError
-from cacheprobe.trace.state_store import Blocks, HeadBlocks
 from tests.invariants.machines import Call, Faulty, tiny
 from tests.invariants.runs import CHUNK, PROMPTS, RUN, Watched, future, outcome
 from tests.tiny import hf_model
@@ -151,7 +151,7 @@ def runs_out_of_memory(monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 
 @pytest.mark.parametrize(
     ("owner", "method", "error"),
-    [(Blocks, "open", NO_MEMORY[2]), (HeadBlocks, "open", NO_MEMORY[1]), (Recorder, "_queue", NO_MEMORY[0])],
+    [(KeptStates, "open", NO_MEMORY[2]), (PassStates, "finish", NO_MEMORY[1]), (Recorder, "_queued", NO_MEMORY[0])],
     ids=["S on the CPU", "z", "Z on a GPU"],
 )
 def test_records_that_do_not_fit_cost_a_pass(monkeypatch, owner: type, method: str, error: Exception) -> None:
@@ -168,7 +168,7 @@ def test_records_that_do_not_fit_cost_a_pass(monkeypatch, owner: type, method: s
 
 def test_records_that_never_fit_end_requests_and_blame_the_pass(monkeypatch) -> None:
     """In a decode the error came back through the drafter's call, and the message said that the drafter had failed."""
-    runs_out_of_memory(monkeypatch, Blocks, "open", NO_MEMORY[0], lambda number: number > 20)
+    runs_out_of_memory(monkeypatch, KeptStates, "open", NO_MEMORY[0], lambda number: number > 20)
     with pytest.raises(EngineError, match=r"the (decode|verify) pass of requests 0, .*OutOfMemoryError") as e:
         cp.run(tiny(), PROMPTS[:4], **RUN, drafter=cp.drafters.EarlyExit(layer=1), deterministic=True)
     assert "drafter" not in str(e.value)
@@ -176,7 +176,7 @@ def test_records_that_never_fit_end_requests_and_blame_the_pass(monkeypatch) -> 
 
 def test_a_fault_of_the_recorder_ends_the_run(monkeypatch) -> None:
     """Only a lack of memory is a matter of the pass: states that contradict the model are one of the run."""
-    runs_out_of_memory(monkeypatch, Recorder, "_queue", CaptureError("no"), lambda number: number == 9)
+    runs_out_of_memory(monkeypatch, Recorder, "_queued", CaptureError("no"), lambda number: number == 9)
     with pytest.raises(CaptureError):
         cp.run(tiny(), PROMPTS[:4], **RUN, deterministic=True)
 

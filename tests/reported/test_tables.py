@@ -16,8 +16,7 @@ import cacheprobe as cp
 from cacheprobe.cli import look, sweep
 from cacheprobe.lenses.base import LensError
 from cacheprobe.models.base import ModelError
-from cacheprobe.trace.parts.growing import growing_run
-from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.stored import StoredRun, growing_run
 from tests.dashboard.growing_run import part_each_round
 from tests.dictionaries.planted import random_dictionary
 from tests.experts.families import loaded as loaded_experts
@@ -239,7 +238,7 @@ def test_every_parquet_file_has_one_schema(
         files += make(tmp_path / name).save(tmp_path / f"{name} again").glob("*.parquet")
         files += (tmp_path / name).glob("*.parquet")
     settings = {name: value for name, value in FEW.items() if name != "progress"}
-    settings |= dict(dictionary=random_dictionary())
+    settings |= dict(capture="STCZ", dictionary=random_dictionary())
     thinking = {name: value for name, value in RUN.items() if name != "progress"} | dict(sampling=FREE)
     for name, model, given in (
         ("growing", loaded(), settings),

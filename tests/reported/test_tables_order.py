@@ -1,6 +1,5 @@
 """Numbers, features and texts stand beside the tokens that they are of, also where a pass failed or a part ended."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel as ByteLevelSplit
 from transformers import PreTrainedTokenizerFast
 
 import cacheprobe as cp
-from cacheprobe.trace.parts.growing import growing_run
+from cacheprobe.trace.stored import growing_run
 from tests.capture.recorded_run import failing_after
 from tests.dashboard.growing_run import part_each_round
 from tests.dictionaries.planted import FEATURES, random_dictionary, saved
@@ -74,7 +73,7 @@ def test_features_after_a_failed_pass_are_those_of_their_rows(tmp_path: Path) ->
     settings = {**SMALL, "max_new_tokens": 24, "drafter": cp.drafters.Scripted(script)}
     trace = cp.run(indigestible(), PROMPTS[:3], **settings, capture=kept, out=tmp_path / "run", memory_budget="40kB")
     assert failed and not trace.meta["errors"]
-    assert len(json.loads((tmp_path / "run" / "manifest.json").read_text())["shards"]) > 4
+    assert len([*(tmp_path / "run").glob("states-*")]) > 4
     slow = SlowDictionary(saved(mine, tmp_path))
     for request in range(3):
         rows = trace.rows(request, "committed").sort_values("position")

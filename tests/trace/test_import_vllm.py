@@ -76,18 +76,6 @@ def test_of_an_output_without_its_rows_the_first_token_is_taken(ours: cp.Trace, 
     assert trace.committed(0) == ours.committed(0)[:1]
 
 
-def test_the_embedding_among_the_layers_moves_no_other(ours: cp.Trace, tmp_path: Path) -> None:
-    """vLLM's layer id 0 is what enters block 0, which is no site here: ids 1 and 3 keep their own states."""
-    kept = [ours.states("S", layer, 0)[: len(PROMPTS[0])] for layer in (0, 2)]
-    states = torch.stack([torch.zeros_like(kept[0]), *kept], dim=1)
-    path = tmp_path / "0.safetensors"
-    save_file({"hidden_states": states.contiguous(), "token_ids": torch.tensor(PROMPTS[0])}, path)
-    for model in (None, loaded()):
-        trace = cp.import_vllm(path, [0, 1, 3], model=model)
-        assert trace.store.layers == (0, 2)
-        assert bitwise(trace.states("S", 0, 0), kept[0]) and bitwise(trace.states("S", 2, 0), kept[1])
-
-
 def test_a_file_alone_can_be_split(ours: cp.Trace, tmp_path: Path) -> None:
     trace = cp.import_vllm(written(tmp_path, ours, 0, True), IDS, num_prompt_tokens=5)
     assert trace.committed(0) == ours.committed(0)[:-1]

@@ -44,11 +44,6 @@ def test_save_keeps_the_run_that_is_there(trace: cp.Trace, saved: Path) -> None:
     assert contents(saved) == before
 
 
-def test_save_replaces_it_with_overwrite(saved: Path) -> None:
-    cp.run(loaded(), PROMPTS[:1], **SMALL).save(saved, overwrite=True)
-    assert len(cp.load_trace(saved).requests) == 1 and not (saved / "report.html").exists()
-
-
 def no_model(*_: Any, **__: Any) -> None:
     raise AssertionError("a model was loaded")
 

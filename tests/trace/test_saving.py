@@ -17,7 +17,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.trace.manifest import TraceError, damaged_files
-from cacheprobe.trace.places import require_free
+from cacheprobe.trace.places import recording, require_free
 from tests.tiny import PROMPTS, SMALL, loaded
 
 
@@ -34,9 +34,9 @@ def saved(trace: cp.Trace, tmp_path: Path) -> Path:
 HOLDS = """
 import sys
 from pathlib import Path
-from cacheprobe.trace.places import saving
-with saving(Path(sys.argv[1]), "0a1b2c3d", overwrite=True) as staging:
-    (staging / ".tmpX1y2Z3").write_bytes(b"half")
+from cacheprobe.trace.places import recording
+with recording(Path(sys.argv[1]), "0a1b2c3d", overwrite=True, is_kept=False) as place:
+    (place.staging / ".tmpX1y2Z3").write_bytes(b"half")
     (Path(sys.argv[1]) / "rows-0a1b2c3d.parquet").write_bytes(b"whole, and of no manifest")
     print("held", flush=True)
     sys.stdin.read()
@@ -70,9 +70,7 @@ def test_a_second_saver_is_refused_by_name_and_a_killed_one_leaves_nothing(
 
 
 def test_a_save_in_the_same_process_is_refused_too(trace: cp.Trace, saved: Path) -> None:
-    from cacheprobe.trace.places import saving
-
-    with saving(saved, "0a1b2c3d", overwrite=True):
+    with recording(saved, "0a1b2c3d", overwrite=True, is_kept=False):
         with pytest.raises(TraceError, match=f"is being written by process {os.getpid()} on"):
             trace.save(saved, overwrite=True)
     assert damaged_files(saved) == (7, [])

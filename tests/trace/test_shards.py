@@ -8,9 +8,9 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise
+from cacheprobe.trace import shards
 from cacheprobe.trace.manifest import BLOCK_BYTES, CheckedFiles, TraceError
-from cacheprobe.trace.parts import shards
-from cacheprobe.trace.parts.shards import ShardStore
+from cacheprobe.trace.shards import ShardStore
 from cacheprobe.trace.storage import RunFiles
 from tests.tiny import PROMPTS, SMALL, loaded
 

@@ -1,7 +1,5 @@
 """Tables read a little at a time hold what the whole ones hold; the ledger counted is the ledger played."""
 
-from pathlib import Path
-
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
@@ -9,7 +7,6 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import compare_requests, first_difference, first_reading_difference
 from cacheprobe.trace import storage
-from cacheprobe.trace.manifest import TraceError
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import ledger_at, rows_in_use
 from cacheprobe.trace.tables.token_history import standing_at, token_history
@@ -49,13 +46,6 @@ def test_readings_are_those_of_the_whole_table(trace: cp.Trace, run: StoredRun) 
         some = own[own.position.isin(range(8, 12))]
         assert plain(run.readings(request, range(8, 12))) == plain(some)
     assert run.token_texts.items() >= dict(zip(whole.token_id, whole.token, strict=True)).items()
-
-
-def test_a_broken_run_is_refused_before_it_is_read(run: StoredRun, tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="not a directory"):
-        StoredRun(tmp_path / "none")
-    with pytest.raises(KeyError, match="no request 99"):
-        run.request(99)
 
 
 def test_rows_in_use_are_those_of_the_played_ledger(trace: cp.Trace) -> None:

@@ -179,39 +179,13 @@ def test_captured_states_are_copies() -> None:
 
 def hypotheses_by_hand() -> pd.DataFrame:
     """Two rows of four layers: "tails" before "heads", and one that never moves."""
-    base = dict(request_id=0, step=3, phase="verify", site="S", verdict="accepted", drafted_token="heads")
-    rows = [
-        dict(
-            base,
-            row=0,
-            status="committed",
-            position=9,
-            layer=layer,
-            token_id=t,
-            token=name,
-            committed_token="heads",
-            agrees=a,
-        )
-        for layer, (t, name, a) in enumerate(
-            [(4, "tails", False), (5, "heads", True), (4, "tails", False), (5, "heads", True)]
-        )
-    ]
-    rows += [
-        dict(
-            base,
-            row=1,
-            status="rolled_back",
-            position=10,
-            layer=layer,
-            token_id=7,
-            token="x",
-            committed_token=None,
-            agrees=None,
-            verdict="never_judged",
-        )
-        for layer in range(4)
-    ]
-    return pd.DataFrame(rows)
+    columns = dict(
+        row=[0] * 4 + [1] * 4, layer=[*range(4)] * 2, position=[9] * 4 + [10] * 4, token_id=[4, 5, 4, 5] + [7] * 4,
+        token=["tails", "heads"] * 2 + ["x"] * 4, status=["committed"] * 4 + ["rolled_back"] * 4,
+        committed_token=["heads"] * 4 + [None] * 4, agrees=[False, True] * 2 + [None] * 4,
+        verdict=["accepted"] * 4 + ["never_judged"] * 4,
+    )  # fmt: skip
+    return pd.DataFrame(columns).assign(request_id=0, step=3, phase="verify", site="S", drafted_token="heads")
 
 
 def test_settling_by_hand() -> None:
@@ -225,13 +199,6 @@ def test_agreement_by_hand() -> None:
     assert table["accepted"].tolist() == [0, 1, 0, 1] and list(table.columns) == ["accepted"]
     with pytest.raises(ValueError, match="Z"):
         agreement(hypotheses_by_hand().query("row == 1"))
-
-
-def test_the_notebook_expression_works(drafted: cp.Trace) -> None:
-    beliefs = drafted.hypotheses()
-    table = beliefs.groupby(["layer", "verdict"]).agrees.mean().unstack()
-    assert table.loc[2, "accepted"] == table.loc[2, "rejected"] == 1.0
-    assert table["accepted"].tolist() == pytest.approx(cp.analysis.agreement(drafted)["accepted"].tolist())
 
 
 def test_filters_that_match_nothing_say_so() -> None:

@@ -9,6 +9,7 @@ import cacheprobe as cp
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables.build import EVENT_COLUMNS, LedgerChange, ledger_table
 from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.token_history import token_texts_of
 from cacheprobe_benchmarks.shared.tiny import tiny_model
 
 PROMPT, WINDOW, VOCAB, TOP = 16, 4, 5000, 5
@@ -21,6 +22,7 @@ def save_large_run(folder: Path, requests: int, tokens: int, layers: int) -> Pat
     small = cp.run(cp.load_model(tiny_model()), [[1, 2, 3]], max_new_tokens=2, capacity=96, progress=False)
     finish = {str(r): "length" for r in range(requests)}
     capture = {**small.meta["capture"], "layers": list(range(layers))}
+    readings = _readings(rows, layers)
     trace = cp.Trace(
         requests=tuple(
             cp.Request(tuple(range(PROMPT)), request_id=r, prompt_token_ids=tuple(range(PROMPT)),
@@ -30,7 +32,8 @@ def save_large_run(folder: Path, requests: int, tokens: int, layers: int) -> Pat
         tokens={r: [_token(r, PROMPT + i) for i in range(tokens)] for r in range(requests)},
         texts={r: f"answer {r}" for r in range(requests)},
         row_table=rows,
-        stored_readings=_readings(rows, layers),
+        stored_readings=readings,
+        token_table=token_texts_of(rows, readings),
         event_table=events,
         ledger_table=ledger,
         store=MemoryStore({}),

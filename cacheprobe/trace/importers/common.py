@@ -95,29 +95,22 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Describes the program that made the imported generations, its model, and the data that the program does not
-    store.
-    """
-
-    program: str
-    name: str
-    """Name of the model."""
-    n_layers: int
-    """Number of blocks of the model; if the model is unknown, of those below the highest imported layer."""
-    missing: Mapping[str, str]
-    has_steps: bool
-    """Whether the program stores which passes it ran."""
-
-
-@dataclass(frozen=True)
 class Imported:
     """Holds checked generations of another program, to be made a Trace in memory or recorded to disk in pieces."""
 
     generations: Sequence[Generation]
-    origin: Origin
     model: CachedLM | None
-    tokenizer: LiveTokenizer
+    program: str
+    """Name of the other program."""
+    n_layers: int
+    """Number of blocks of the model; if the model is unknown, of those below the highest imported layer."""
+    missing: Mapping[str, str]
+    """Data that the program does not store, each with the reason."""
+    has_steps: bool
+    """Whether the program stores which passes it ran."""
+    tokenizer: LiveTokenizer = None
+    given_name: str | None = None
+    """Name of the model, if one was given."""
 
     @cached_property
     def text(self) -> TokenText:
@@ -159,11 +152,10 @@ class Imported:
             chosen, following = following, list(islice(places, count))
             end = following[0][0] if following else last + 1  # passes before this one have all their rows
             rows, states = self._read(chosen, num_rows)
-            size = sum(state.nbytes for state in states.values())
             steps = [record for number in range(step, end) for record in self._records_of(number)]
             ledger = [change for number in range(step, end) for change in self._changes_of(number)]
             ended = [i for i, one in enumerate(self.generations) if step <= one.last_step < end]
-            yield Part(num_rows, rows, [], size, lambda states=states: states, {}, steps, ledger, []), ended
+            yield Part(num_rows, rows, [], len(rows), lambda states=states: states, {}, steps, ledger, []), ended
             num_rows, step = num_rows + len(rows), end
 
     def _read(
@@ -176,7 +168,7 @@ class Imported:
             is_prompt = position < len(one.prompt)
             token_id = one.prompt[position] if is_prompt else one.generated[position - len(one.prompt)]
             phase, role = ("prefill", "prompt") if is_prompt else ("decode", "committed")
-            depth = self.origin.n_layers
+            depth = self.n_layers
             rows.append(RowRecord(number, step, phase, position, token_id, depth, first + index, role, "committed"))
             of_request[number].append(index)
         parts = [
@@ -198,7 +190,7 @@ class Imported:
         yield StepRecord(
             step=step,
             phase="decode" if step else "prefill",
-            batch_shape=(len(generations), slots) if self.origin.has_steps else None,
+            batch_shape=(len(generations), slots) if self.has_steps else None,
             request_ids=tuple(active),
             seconds=float("nan"),
             committed=tuple(committed.items()),
@@ -209,7 +201,7 @@ class Imported:
     def _changes_of(self, step: int) -> Iterator[LedgerChange]:
         """Yields the cache changes of a pass that the generations imply; none if the program does not store which
         passes it ran."""
-        for number, one in enumerate(self.generations) if self.origin.has_steps else ():
+        for number, one in enumerate(self.generations) if self.has_steps else ():
             prompt, position = len(one.prompt), len(one.prompt) + step - 1
             if step == 0:
                 yield LedgerChange(number, 0, 0, prompt, "prefill")
@@ -219,21 +211,23 @@ class Imported:
     @property
     def meta(self) -> JsonDict:
         """Metadata of the imported trace, with the reason for each kind of missing data."""
-        origin, model = self.origin, self.model
+        model = self.model
         first = next(iter(self.generations[0].read(0, 1).values()))
         capture = CaptureConfig("S", layers=self.layers)
-        heads = dict.fromkeys(HEAD_SITES, f"{origin.program} keeps no attention heads")
+        heads = dict.fromkeys(HEAD_SITES, f"{self.program} keeps no attention heads")
+        stream = f"{self.program} keeps the stream between blocks, not what"
+        parts = {"T": f"{stream} attention added to it", "C": f"{stream} the MLP added to it"}
         unread = "no lens was read at the import; cp.analysis.read_states(trace, lens, model=model) reads one from S"
         unchecked = {"comparison": "layers not checked: no model was given"} if model is None else {}
         return {
             "kind": KIND,
-            "missing": {**heads, "Z": unread, **origin.missing, **unchecked},
+            "missing": {**heads, "Z": unread, **parts, **self.missing, **unchecked},
             "drafter": None,
             "lens": "none",
             "fingerprint": {
-                "model": origin.name,
+                "model": self.given_name or (model.name if model is not None else "unknown model"),
                 "weights_sha256": model.fingerprint()["weights_sha256"] if model is not None else "",
-                "path": f"imported from {origin.program}",
+                "path": f"imported from {self.program}",
                 "dtype": str(first.dtype).removeprefix("torch."),
                 "device": "unknown",
                 "threads": "unknown number of",
@@ -256,7 +250,7 @@ class Imported:
             "errors": {},
             "preemptions": [],
             "behaviour": None,
-            "path_reason": f"imported from {origin.program}",
+            "path_reason": f"imported from {self.program}",
         }
 
 

@@ -1,6 +1,7 @@
 """Defines import_generate and import_vllm: a Trace of what another program kept, in memory or on the disk."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -48,15 +49,8 @@ def import_generate(
     TraceError if `out` may not be written.
     """
     require_usable_process()
-    imported = read_generate(
-        outputs,
-        attention_mask=attention_mask,
-        stop_token_ids=stop_token_ids,
-        model=model,
-        tokenizer=tokenizer,
-        name=name,
-    )
-    return _recorded(imported, to)
+    imported = read_generate(outputs, attention_mask, stop_token_ids, model)
+    return _recorded(replace(imported, tokenizer=tokenizer, given_name=name), to)
 
 
 def import_vllm(
@@ -82,10 +76,8 @@ def import_vllm(
     that are not the model's for their request, token and layer; TraceError if `out` may not be written.
     """
     require_usable_process()
-    imported = read_vllm(
-        outputs, layers, num_prompt_tokens=num_prompt_tokens, model=model, tokenizer=tokenizer, name=name
-    )
-    return _recorded(imported, to)
+    imported = read_vllm(outputs, layers, num_prompt_tokens, model)
+    return _recorded(replace(imported, tokenizer=tokenizer, given_name=name), to)
 
 
 def _recorded(imported: Imported, to: ImportOutput) -> Trace:
@@ -128,28 +120,20 @@ class ImportSource:
     def __init__(self, imported: Imported) -> None:
         self.part: Part | None = None
         """What `take` returns next."""
-        self.num_taken = self.num_compared = 0
-        self.differences: list[str] = []
-        self.preemptions: list[tuple[int, int]] = []
+        self.num_bytes = self._num_rows = 0
         self.reader = None
         self.answer_mass: Mapping[int, tuple[float, ...]] = {}
-        self.checks: list[JsonDict] = []
         self.model = imported.model
         self.token_texts, self.decode = imported.text.token_texts, imported.text.decode
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the states of the next part."""
-        return 0 if self.part is None else self.part.state_bytes or 0
-
-    @property
-    def num_states(self) -> int:
-        """Number of rows with states so far: all."""
-        return self.num_taken
+    def so_far(self) -> JsonDict:
+        """Returns what a line of the journal says of the import so far, all of whose rows have states."""
+        checked = {"preemptions": [], "self_checks": {"compared": 0, "differences": []}, "checks": []}
+        return {"num_rows": self._num_rows, "num_states": self._num_rows, **checked}
 
     def take(self) -> Part:
         """Returns the next part, and forgets it."""
         part, self.part = self.part, None
         assert part is not None, "a part is given before it is taken"
-        self.num_taken += len(part.rows)
+        self._num_rows += len(part.rows)
         return part

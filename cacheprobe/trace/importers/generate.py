@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.values import listed, whole_number
 from cacheprobe.engine.committer import Choice, describe
 from cacheprobe.models.base import CachedLM
@@ -27,7 +26,6 @@ from cacheprobe.trace.importers.common import (
     Generation,
     Imported,
     ImportRefused,
-    Origin,
     Stored,
     require_numbers,
     token_ids_in,
@@ -83,13 +81,7 @@ def _shape(stored: Tensor | Stored) -> tuple[int, ...]:
 
 
 def read_generate(
-    outputs: object,
-    *,
-    attention_mask: object = None,
-    stop_token_ids: "int | Iterable[int] | None" = None,
-    model: CachedLM | None = None,
-    tokenizer: LiveTokenizer = None,
-    name: str | None = None,
+    outputs: object, attention_mask: object, stop_token_ids: "int | Iterable[int] | None", model: CachedLM | None
 ) -> Imported:
     """Returns the checked output of Hugging Face's `generate`, or of a safetensors file with the same tensors, as an
     Imported, which reads the states of a file when they are needed.
@@ -121,11 +113,7 @@ def read_generate(
     generations = _generations(checked, stops, indices)
     _require_numbers(generations)
     last = model.n_layers - 1 if model is not None else checked.last - 1
-    missing = {
-        "T": f"{_PROGRAM} keeps the stream between blocks, not what attention added to it",
-        "C": f"{_PROGRAM} keeps the stream between blocks, not what the MLP added to it",
-        "seconds": f"{_PROGRAM} does not time its passes",
-    }
+    missing = {"seconds": f"{_PROGRAM} does not time its passes"}
     if last not in indices:
         missing[f"S of layer {last}"] = (
             f"the last state that {_PROGRAM} keeps stands behind the final norm, which is not undone; if "
@@ -133,11 +121,9 @@ def read_generate(
         )
     if checked.logits is None:
         missing["log-probabilities"] = f"no logits were kept; use {_ASK}: scores are taken after processors"
-    known = model.name if model is not None else "unknown model"
-    origin = Origin(_PROGRAM, name or known, last + 1, missing, has_steps=True)
     if model is not None:
         require_states_of(model, generations)
-    return Imported(generations, origin, model, tokenizer)
+    return Imported(generations, model, _PROGRAM, last + 1, missing, has_steps=True)
 
 
 def _indices(outputs: _Outputs, model: CachedLM | None) -> dict[int, int]:

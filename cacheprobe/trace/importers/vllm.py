@@ -16,12 +16,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import IO, Any, cast
 
 from torch import Tensor
 
 from cacheprobe.core.hook_names import CONVENTION
-from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.values import listed, whole_number
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import require_loaded
@@ -30,8 +29,6 @@ from cacheprobe.trace.importers.common import (
     Generation,
     Imported,
     ImportRefused,
-    Origin,
-    Stored,
     require_numbers,
     token_ids_in,
 )
@@ -47,12 +44,9 @@ SECONDS_TO_WAIT = 60.0
 
 def read_vllm(
     outputs: object,
-    layers: int | Iterable[int] | None,
-    *,
-    num_prompt_tokens: "int | Iterable[int] | None" = None,
-    model: CachedLM | None = None,
-    tokenizer: LiveTokenizer = None,
-    name: str | None = None,
+    layers: "int | Iterable[int] | None",
+    num_prompt_tokens: "int | Iterable[int] | None",
+    model: CachedLM | None,
 ) -> Imported:
     """Returns the checked hidden states that vLLM stored, as an Imported, which reads the states of a file when they
     are needed.
@@ -84,43 +78,14 @@ def read_vllm(
     if len(widths) > 1:
         raise ImportRefused(f"files of states {' and '.join(map(str, sorted(widths)))} wide are not of one model")
     missing = {
-        "T": f"{_PROGRAM} keeps the stream between blocks, not what attention added to it",
-        "C": f"{_PROGRAM} keeps the stream between blocks, not what the MLP added to it",
         "log-probabilities": f"{_PROGRAM}'s files hold none",
         "ledger": f"{_PROGRAM}'s files do not say which cache slots were written when",
         "seconds": f"{_PROGRAM}'s files hold no times; passes are numbered by token, batches are not known",
     }
-    known = model.name if model is not None else "unknown model"
     n_layers = model.n_layers if model is not None else max(generations[0].layers) + 1
-    origin = Origin(_PROGRAM, name or known, n_layers, missing, has_steps=False)
     if model is not None:
         require_states_of(model, generations)
-    return Imported(generations, origin, model, tokenizer)
-
-
-class _OpenFile(Protocol):
-    """Lists the methods of an open safetensors file that the import uses."""
-
-    def get_slice(self, name: str) -> Stored:
-        """Returns a tensor that is read in slices."""
-        ...
-
-    def metadata(self) -> Mapping[str, str] | None:
-        """Returns the metadata of the file."""
-        ...
-
-
-class _Completion(Protocol):
-    """Lists the field of vLLM's CompletionOutput that the import reads."""
-
-    token_ids: Sequence[int]
-
-
-class _RequestOutput(Protocol):
-    """Lists the fields of vLLM's RequestOutput that the import reads."""
-
-    prompt_token_ids: Sequence[int]
-    outputs: Sequence[_Completion]
+    return Imported(generations, model, _PROGRAM, n_layers, missing, has_steps=False)
 
 
 def _layer_ids(layers: int | Iterable[int]) -> list[int]:
@@ -166,7 +131,7 @@ def _generation(item: object, ids: Sequence[int] | None, num_prompt_tokens: int 
     params = getattr(item, "kv_transfer_params", None)
     if not isinstance(params, Mapping) or "hidden_states_path" not in params:
         raise ImportRefused(f"a {type(item).__name__} names no hidden_states_path; give vLLM's outputs, or its files")
-    output = cast(_RequestOutput, item)
+    output = cast("Any", item)
     if len(output.outputs) != 1:
         raise ImportRefused(f"an output with {len(output.outputs)} samples has one file for all; ask for n=1")
     path = Path(params["hidden_states_path"])
@@ -227,7 +192,7 @@ def _try_to_share(lock: IO[bytes]) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator["_OpenFile"]:
+def _opened(path: Path) -> Iterator[Any]:
     """Opens a safetensors file for a `with` block. Raises: ImportRefused for a file that cannot be read, or has other
     tensors."""
     from safetensors import SafetensorError, safe_open

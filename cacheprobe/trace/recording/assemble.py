@@ -55,8 +55,8 @@ def trace_of_part(
     same bits.
     """
     texts_of, thoughts = source.token_texts, part.thoughts
-    rows, events = tables.rows_table(part.rows, texts_of), tables.events_table(part.steps)
-    thought_table = readings = features = None
+    built = tables.part_tables(part, tokens, texts_of)
+    rows, thought_table, readings, features = built["rows"], None, None, None
     if thoughts:
         assert source.model is not None
         lines = thought_lines(thoughts, requests, source.model)
@@ -71,9 +71,9 @@ def trace_of_part(
         texts={r.request_id: source.decode(tokens[r.request_id], after=r.prompt_token_ids) for r in requests},
         row_table=rows,
         stored_readings=readings,
-        event_table=events,
-        token_table=tables.tokens_table(rows, tokens, events, part.columns, texts_of),
-        ledger_table=tables.ledger_table(part.ledger),
+        event_table=built["events"],
+        token_table=built["tokens"],
+        ledger_table=built["ledger"],
         store=MemoryStore(part.states()),
         thought_table=thought_table,
         feature_table=features,
@@ -114,21 +114,24 @@ def meta_after(
     recorder: Recorder, requests: Sequence[Request], texts: Mapping[int, str], has_readings: bool, meta: JsonDict
 ) -> JsonDict:
     """Returns the entries of trace.meta that are known after the last pass. meta: the run's "errors" and "missing"."""
-    scores, unscored = _behaviour_or_reason(recorder, requests, texts)
+    so_far = recorder.so_far()
     errors = recorder.reader.errors if recorder.reader is not None else {}
+    missing = {**meta.get("missing", {}), **missing_readings(errors, has_readings)}
+    try:
+        scores = behaviour(recorder, requests, texts)
+    except Exception as error:
+        scores = None
+        missing["behaviour"] = f"the task's examples could not be scored, {type(error).__name__}: {error!s:.200}"
     stopped = {
         str(r.request_id): stopped_by(recorder.model, r, ended.committed)
         for r in requests
         if (ended := recorder.finished[r.request_id]).reason == "stop"
     }
-    missing = {**meta.get("missing", {}), **missing_readings(errors, has_readings), **unscored}
     return {
         **({"errors": meta["errors"]} if "errors" in meta else {}),
-        "checks": recorder.checks,
         "finish": {str(r.request_id): recorder.finished[r.request_id].reason for r in requests},
         "stopped_by": stopped,
-        "preemptions": recorder.preemptions,
-        "self_checks": {"compared": recorder.num_compared, "differences": recorder.differences},
+        **{name: so_far[name] for name in ("checks", "preemptions", "self_checks")},
         "behaviour": scores,
         **({"missing": missing} if missing else {}),
     }
@@ -146,17 +149,6 @@ def _thinking(model: CachedLM) -> dict[str, object] | None:
         "feeds_back": getattr(config, "feeds_back", True),
         "learned_first_state": getattr(config, "learned_first_state", False),
     }
-
-
-def _behaviour_or_reason(
-    recorder: Recorder, requests: Sequence[Request], texts: Mapping[int, str]
-) -> tuple[dict[str, float | None] | None, dict[str, str]]:
-    """Returns (result of `behaviour`, {}), or (None, {"behaviour": error text}) if the task cannot score the texts."""
-    try:
-        return behaviour(recorder, requests, texts), {}
-    except Exception as error:
-        reason = f"the task's examples could not be scored, {type(error).__name__}: {error!s:.200}"
-        return None, {"behaviour": reason}
 
 
 def _answered(model: CachedLM, request: Request, text: str) -> str:

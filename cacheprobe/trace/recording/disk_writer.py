@@ -2,7 +2,7 @@
 
 A part is written if the recorder holds `part_bytes`, or after a time that grows with the run. It is named in the
 journal at the end of a round of the main loop only: then every admitted request has read its prompt, so that a run can
-be continued there. `trace/parts/growing.py` reads the parts.
+be continued there. `trace/stored.py` reads the parts.
 
 The files and the journal are written in the background, in their order. A recorder that holds `part_bytes` waits until
 the earlier files are on the disk.
@@ -24,7 +24,7 @@ from torch import Tensor
 from cacheprobe.core.records import Finished, Observer, Request, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.trace.parts.journal import Journal, append_part, last_step, next_number, waiting_file
+from cacheprobe.trace.journal import Journal, append_part
 from cacheprobe.trace.places import Recording, saying_why
 from cacheprobe.trace.recording.lens_reader import Queued
 from cacheprobe.trace.recording.part import Source
@@ -150,25 +150,23 @@ class DiskWriter(Observer):
         """
         self.recorder, self.place, self.part_bytes, self.requests = recorder, place, part_bytes, requests
         self._background = background
-        self._files = RunFiles(place.directory, place.staging, place.run_id)
+        self._files = RunFiles.of(place)
         """Used by the background's jobs alone."""
-        self._number = next_number(journal)
+        self._number = journal.next_number
         self._tokens, self._texts = journal.tokens, journal.texts
-        self._names: dict[str, list[str]] = {}
-        """Names of the files, by kind, that the journal does not name yet."""
-        self._is_late = False
-        """Whether the recorder was full again before the journal named the files of the part before."""
+        self._is_due = self._is_late = False
+        """Whether there are files that the journal does not name yet, and whether the recorder was full again since."""
         self._labelled: list[list[object]] = []
         self._committed: dict[int, list[int]] = {}
         self._roles: dict[int, list[str]] = {}
         self._finished: dict[int, Finished] = {}
         self._num_masses = len(recorder.answer_mass)
-        self._seen_tokens = {token_id for part in journal.parts for token_id, _ in part["token_texts"]}
+        self._seen_tokens = set(journal.token_texts)
         self._new_tokens: set[int] = set()
-        self._has_states = bool(journal.names("states"))
-        self.step = last_step(journal)
+        self._has_states = bool(journal.files.names("states", "safetensors"))
+        self.step = journal.last_step
         """Number of the newest step, which the next line of the journal names."""
-        self._waiting = waiting_file(journal)
+        self._waiting = journal.waiting["name"] if journal.waiting else None
         """Name of the file of waiting rows that the newest line of the journal names; None without one."""
         self._began = self._last = time.monotonic()
 
@@ -188,8 +186,9 @@ class DiskWriter(Observer):
         """Writes the files of a part if the recorder holds as much as it may."""
         self.step = record.step
         if self.recorder.num_bytes >= self.part_bytes:
-            self._is_late = bool(self._names)
+            self._is_late = self._is_due
             self._write()
+            self._is_due = True
 
     def end_round(self, states: Sequence[SequenceState], *, is_last: bool = False) -> None:
         """Names the written files in the journal, with what the recorder holds now, if a part is due and the earlier
@@ -199,7 +198,7 @@ class DiskWriter(Observer):
         Raises: as `wait`, for files of an earlier part.
         """
         now = time.monotonic()
-        is_due = self._names or now - self._last >= max(SECONDS, _SHARE * (now - self._began))
+        is_due = self._is_due or now - self._last >= max(SECONDS, _SHARE * (now - self._began))
         if not is_last and not (is_due and (self._is_late or self._background.is_idle)):
             return
         self._write()
@@ -208,8 +207,8 @@ class DiskWriter(Observer):
         name = self._waiting
         self._in_background(lambda: self._append(part, name, waiting, earlier))
         self._last = time.monotonic()
-        self._names, self._labelled, self._committed, self._roles, self._finished = {}, [], {}, {}, {}
-        self._is_late = False
+        self._labelled, self._committed, self._roles, self._finished = [], {}, {}, {}
+        self._is_due = self._is_late = False
         self._seen_tokens |= self._new_tokens
         self._new_tokens = set()
 
@@ -235,16 +234,8 @@ class DiskWriter(Observer):
         self.wait()
         part, texts_of = self.recorder.take(), self.recorder.token_texts
         self._labelled += [[number, row.role, row.status, row.state_index] for number, row in part.labelled]
-        rows = tables.rows_table(part.rows, texts_of)
-        rows["row"] += part.first_row
-        events = tables.events_table(part.steps)
-        tokens = tables.tokens_table(rows, self._committed, events, part.columns, texts_of).token_id
-        self._new_tokens |= {*tokens.tolist()} - self._seen_tokens
-        written: dict[str, pd.DataFrame | pa.Table] = {
-            "rows": rows,
-            "events": events,
-            "ledger": tables.ledger_table(part.ledger),
-        }
+        written: dict[str, pd.DataFrame | pa.Table] = {**tables.part_tables(part, self._committed, texts_of)}
+        self._new_tokens |= {*written.pop("tokens")["token_id"].tolist()} - self._seen_tokens
         if part.features is not None:
             written["features"] = part.features
         if part.columns:
@@ -260,9 +251,11 @@ class DiskWriter(Observer):
             thoughts = {"states": thought_states(part.thoughts), "first_logits": logits}
             self._write_tensors("thoughts", lambda: thoughts)
         # a run that keeps no row has a file of states too, with empty tensors
-        if part.state_bytes or (part.state_bytes == 0 and not self._has_states):
+        if part.num_states or (part.num_states == 0 and not self._has_states):
             join = part.states
-            self._write_tensors("states", lambda: _named(join()))
+            self._write_tensors(
+                "states", lambda: {tensor_key(*at): states.contiguous() for at, states in join().items()}
+            )
             self._has_states = True
         self._number += 1
 
@@ -274,13 +267,11 @@ class DiskWriter(Observer):
 
     def _write_table(self, kind: str, table: "pd.DataFrame | pa.Table", schema: str) -> None:
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
-        self._in_background(lambda: self._files.write_table(name, table, schema))
-        self._names.setdefault(kind, []).append(name)
+        self._in_background(lambda: self._files.write_table(name, [table], schema))
 
     def _write_tensors(self, kind: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors"
         self._in_background(lambda: self._files.write_tensors(name, tensors()))
-        self._names.setdefault(kind, []).append(name)
 
     def _part(self, errors: Mapping[str, str]) -> JsonDict:
         """Returns the line of the journal for what was taken since the last one, without the checksums of its files and
@@ -292,9 +283,8 @@ class DiskWriter(Observer):
         return {
             "step": self.step,
             "seconds": time.monotonic() - self._last,  # since the part before, or since this process began to record
-            "num_rows": recorder.num_taken,
-            "num_states": recorder.num_states,
-            "names": self._names,
+            **recorder.so_far(),
+            "next_number": self._number,
             "labelled": self._labelled,
             "committed": _by_text(self._committed),
             "roles": _by_text(self._roles),
@@ -304,10 +294,6 @@ class DiskWriter(Observer):
             "errors": dict(errors),
             "answer_mass": _by_text(masses),
             "lens_errors": {} if reader is None else _by_text(reader.errors),
-            # copies: the line is written later, when the run has gone on
-            "preemptions": list(recorder.preemptions),
-            "self_checks": {"compared": recorder.num_compared, "differences": list(recorder.differences)},
-            "checks": recorder.checks,
         }
 
     def _new_text(self, request_id: int) -> tuple[int, str]:
@@ -316,9 +302,9 @@ class DiskWriter(Observer):
         prompt = self.requests[request_id].prompt_token_ids
         earlier, now = self._texts[request_id], self.recorder.decode(self._tokens[request_id], after=prompt)
         self._texts[request_id] = now
+        pairs = () if now.startswith(earlier) else zip(earlier, now, strict=False)
         shorter = min(len(earlier), len(now))
-        is_longer = now.startswith(earlier)
-        num_kept = shorter if is_longer else next((i for i in range(shorter) if earlier[i] != now[i]), shorter)
+        num_kept = next((i for i, (before, after) in enumerate(pairs) if before != after), shorter)
         return num_kept, now[num_kept:]
 
     def _take_waiting(self) -> dict[str, Tensor]:
@@ -341,7 +327,7 @@ class DiskWriter(Observer):
         """
         directory, line = self.place.directory, {**part, **self._files.checksums, "waiting": None}
         if name is not None:
-            files = RunFiles(directory, self.place.staging, self.place.run_id)
+            files = RunFiles.of(self.place)
             files.write_tensors(name, waiting)
             line["waiting"] = {"name": name, **files.checksums}
         append_part(directory, line)
@@ -349,10 +335,6 @@ class DiskWriter(Observer):
         if earlier is not None:
             (directory / earlier).unlink(missing_ok=True)
         _return_freed_memory()
-
-
-def _named(states: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
-    return {tensor_key(*place): tensor.contiguous() for place, tensor in states.items()}
 
 
 def _return_freed_memory() -> None:

@@ -1,7 +1,8 @@
 """Records the largest features of each kept row during a run, so that the states themselves need not be kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -37,6 +38,16 @@ def recorded_dictionary(capture: CaptureConfig, model: CachedLM) -> Dictionary |
     return dictionary
 
 
+class FoundFeatures(NamedTuple):
+    """Holds the largest features of n rows of a pass."""
+
+    rows: list[RowRecord]
+    features: Tensor
+    """[n, k]"""
+    activations: Tensor
+    """[n, k]"""
+
+
 @dataclass
 class FeatureRecorder:
     """Collects the largest features of the rows of a run, k of each row."""
@@ -62,11 +73,6 @@ class FeatureRecorder:
         return cls(dictionary, min(capture.top_features, dictionary.config.d_sae), special)
 
     @property
-    def most_active(self) -> int:
-        """Largest number of features of a row that are recorded: k, or less if the dictionary itself keeps fewer."""
-        return min(self.count, self.dictionary.config.k or self.count)
-
-    @property
     def place(self) -> tuple[str, int]:
         """(site, layer) of the states that are encoded."""
         place = self.dictionary.config.place
@@ -82,24 +88,25 @@ class FeatureRecorder:
         """Returns whether the features of this token at this position are recorded."""
         return self.special is None or not is_special(position, token_id, self.special)
 
-    def add(self, row_numbers: Sequence[int], rows: Sequence[RowRecord], states: Tensor) -> None:
-        """Encodes the states [n, m] of rows, and keeps the largest features of each."""
+    def find(self, rows: Sequence[RowRecord], states: Tensor) -> FoundFeatures:
+        """Encodes the states [n, m] of rows, and returns the largest features of those that are recorded."""
         chosen = [i for i, row in enumerate(rows) if self.records(row.position, row.token_id)]
-        features, activations = self.dictionary.top(states[chosen], self.count)
-        self._found.append(([row_numbers[i] for i in chosen], features, activations))
-        for place, index in enumerate(chosen):
-            if rows[index].role == "prompt":
-                self._of_prompts[row_numbers[index]] = features[place], activations[place]
+        return FoundFeatures([rows[i] for i in chosen], *self.dictionary.top(states[chosen], self.count))
+
+    def add(self, numbers: Mapping[int, int], found: FoundFeatures | None) -> None:
+        """Keeps features, if there are some. numbers: by `id` of a row, its number."""
+        if found is None:
+            return
+        of_rows = [numbers[id(row)] for row in found.rows]
+        self._found.append((of_rows, found.features, found.activations))
+        for place, (number, row) in enumerate(zip(of_rows, found.rows, strict=True)):
+            if row.role == "prompt":
+                self._of_prompts[number] = found.features[place], found.activations[place]
 
     def copy(self, row_number: int, source: int) -> None:
         """Gives a row the features of a row of another request, whose stored state it shares, if it has some."""
         if (of_row := self._of_prompts.get(source)) is not None:
             self._found.append(([row_number], of_row[0][None], of_row[1][None]))
-
-    def drop_from(self, first: int) -> None:
-        """Forgets the rows with this number or a higher one, because their pass failed."""
-        self._found = [found for found in self._found if not found[0] or found[0][0] < first]
-        self._of_prompts = {number: of_row for number, of_row in self._of_prompts.items() if number < first}
 
     def take(self) -> pd.DataFrame:
         """Returns the features recorded since the last call, and forgets them: a DataFrame with one line for each

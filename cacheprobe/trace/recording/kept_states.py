@@ -1,16 +1,19 @@
 """Decides which rows of a pass keep their states, and collects these states: of draft tokens until their verdict."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from cacheprobe.core.config import CaptureConfig, TokenRow
+from cacheprobe.core.hook_names import PATTERN, RECURRENT, ROUTER
 from cacheprobe.core.records import ObserverError, RowSlot
 from cacheprobe.core.values import is_flag
-from cacheprobe.ops.state_codec import INT8, encode, kept_dtype
-from cacheprobe.trace.state_store import Blocks, HeadBlock, HeadBlocks
+from cacheprobe.ops.state_codec import INT8, SCALE_BYTES, encode, kept_dtype
+from cacheprobe.trace.state_store import ragged_starts
 from cacheprobe.trace.tables.build import RowRecord
 
 
@@ -39,85 +42,186 @@ def status_of(row: RowSlot) -> str:
     return "committed" if row.is_canonical else "superseded"
 
 
+_EXACT = (PATTERN, ROUTER)
+"""Sites whose numbers are not rounded to int8: weights of patterns are mostly near zero, ids of experts stay exact."""
+
+
+def _dtype(site: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if site == ROUTER else dtype
+
+
 @dataclass
 class PassStates:
-    """Holds the captured states of some rows of a pass."""
+    """Holds the states of the rows of one pass that keep states. Hooks copy into it, so no stored state shares memory
+    with the model."""
 
-    rows: list[RowRecord]
+    dtype: torch.dtype
+    index: Tensor
+    """[n]: for each row, batch index x width + token slot, with width the number of token slots of the pass."""
+    positions: Tensor
+    """[n] absolute positions of the rows."""
     states: dict[str, Tensor]
-    """By site: [layers, n, m] of the n rows, or as from `encode`."""
-    heads: HeadBlock | None
+    """By site: [layers, n, m], or as from `encode`. NaN for a layer that did not run."""
+    is_int8: bool
+    """Whether states are rounded to int8, of heads with one scale for each head."""
+    heads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """Activations of attention heads by (site, layer), of the layers that ran: [n, h, d]; a pattern is flat."""
+    rows: list[RowRecord] = field(default_factory=list)
+    """The n rows; [] before the pass has ended."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states and activations."""
+        return sum(tensor.nbytes for tensor in (*self.states.values(), *self.heads.values()))
+
+    def size(self, site: str) -> int:
+        """Returns the number of rows. At site "pattern", returns the number of their weights per head, p + 1 for a row
+        at position p."""
+        return len(self.index) if site != PATTERN else int((self.positions + 1).sum())
+
+    def keep_heads(self, site: str, layer: int, value: Tensor) -> None:
+        """Copies the head activations of the rows, at one site and layer, to the CPU.
+
+        value: [b, t, h, d]; for routing, [b, t, k, 2]; for a pattern, [b, h, t, s] over all cache slots, of which
+        only slots 0 to p are kept.
+        """
+        if site == PATTERN:
+            width = value.shape[2]
+            weights = value[self.index // width, :, self.index % width]  # [n, h, s]
+            is_seen = torch.arange(value.shape[3], device=value.device) <= self.positions[:, None]
+            kept = weights.masked_select(is_seen[:, None])  # in order of row, then head
+        else:
+            kept = value.flatten(0, 1)[self.index]
+        kept = kept.to("cpu", _dtype(site, self.dtype))
+        self.heads[site, layer] = encode(kept) if self.is_int8 and site not in _EXACT else kept
+
+    def finish(self, rows: list[RowRecord]) -> None:
+        """Sets the rows after the pass, and rounds their states to int8 if they are to be."""
+        self.rows = rows
+        if self.is_int8:
+            self.states = {site: encode(block) for site, block in self.states.items()}
 
     def part(self, chosen: Sequence[int]) -> "PassStates":
         """Returns a copy of the states of the rows at these indices."""
         index = torch.tensor(chosen, dtype=torch.long)
-        states = {site: block[:, index] for site, block in self.states.items()}
-        return PassStates(
-            [self.rows[i] for i in chosen], states, None if self.heads is None else self.heads.part(chosen)
+        part = replace(
+            self,
+            index=self.index[index],
+            positions=self.positions[index],
+            states={site: block[:, index] for site, block in self.states.items()},
+            heads={place: kept[index] for place, kept in self.heads.items() if place[0] != PATTERN},
+            rows=[self.rows[i] for i in chosen],
         )
+        for place, kept in self.heads.items():
+            if place[0] == PATTERN:
+                starts, _ = ragged_starts(self.positions.cpu(), len(kept))
+                part.heads[place] = torch.cat([kept[:0], *(kept[starts[i] : starts[i + 1]] for i in chosen)])
+        return part
 
 
 class KeptStates:
-    """Collects the captured states of a run, in the order of `state_index` of their rows.
+    """Collects the captured states of a run pass by pass, in the order of `state_index` of their rows.
 
-    If `config.statuses` is set, states of rows without a status are held apart. `apply_statuses` drops them, or gives
-    their rows a state_index, once the rows have a status.
+    If `config.statuses` is set, states are held apart. `apply_statuses` drops them, or gives their rows a state_index,
+    once the rows have a status.
     """
 
     def __init__(self, config: CaptureConfig, layers: Sequence[int], model_dtype: torch.dtype) -> None:
         self.config = config
+        self.layer_index = {layer: i for i, layer in enumerate(layers)}
         self.is_int8 = config.dtype == INT8
         self.dtype = kept_dtype(config.dtype, model_dtype)
         """dtype of the tensors that receive the states of a pass."""
-        self.blocks = Blocks(config.state_sites, layers, self.dtype)
-        self.heads = HeadBlocks(config.heads, layers, self.dtype, is_int8=self.is_int8) if config.heads else None
+        self.num_rows = 0
+        """Number of rows with states so far."""
+        self.shapes: dict[tuple[str, int], tuple[tuple[int, ...], int]] = {}
+        """By (site, layer), from a pass that reached the layer: the shape of a row's activations of heads, and the
+        number of heads of a pattern. Used where states are joined."""
+        self._passes: list[PassStates] = []
         self._undecided: list[PassStates] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the states that the next call of `take` takes."""
-        return self.blocks.num_bytes + (0 if self.heads is None else self.heads.num_bytes)
+        return sum(one.num_bytes for one in self._passes)
 
-    @property
-    def num_undecided_bytes(self) -> int:
-        """Bytes of the states that are held until their rows have a status, without head activations."""
-        return sum(block.nbytes for held in self._undecided for block in held.states.values())
+    def open(self, index: Tensor, positions: Sequence[int], width: int) -> PassStates:
+        """Returns a new PassStates for the pass that begins, with the tensors that receive its states.
+
+        index: batch index x width of the pass + slot of each kept row, ascending.  positions: absolute positions of
+        these rows.  width: of the model.
+        """
+        size = (len(self.layer_index), len(index), width)
+        states = {site: torch.full(size, torch.nan, dtype=self.dtype) for site in self.config.state_sites}
+        return PassStates(self.dtype, index, torch.tensor(positions, device=index.device), states, self.is_int8)
 
     def take(self) -> tuple[int | None, Callable[[], dict[tuple[str, int], Tensor]]]:
-        """Takes the states appended since the last call. Returns (their bytes, None for a run that captures none; a
-        function, to be called once, in any thread, that joins them to a dict (site, layer) -> states). See
-        `Blocks.take` and `HeadBlocks.joined`."""
-        heads = {} if self.heads is None else self.heads.joined()  # with NaN for passes that did not reach a layer
-        num_bytes = self.blocks.num_bytes + sum(tensor.nbytes for tensor in heads.values())
-        join, is_captured = self.blocks.take(), bool(self.config.state_sites or self.config.heads)
-        return num_bytes if is_captured else None, lambda: {**join(), **heads}
+        """Takes the states appended since the last call. Returns (the number of their rows, None for a run that
+        captures none; a function, to be called once, in any thread but in the order of the calls of `take`, that joins
+        them to a dict (site, layer) -> states)."""
+        passes, self._passes = self._passes, []
+        is_captured = bool(self.config.state_sites or self.config.heads)
+        return sum(len(one.rows) for one in passes) if is_captured else None, partial(self._joined, passes)
 
-    def add(self, rows: list[RowRecord], states: dict[str, Tensor], heads: HeadBlock | None) -> bool:
-        """Takes the states of the rows of a pass that keep states. Returns whether it appended some, which
-        `drop_last` can discard; states of rows without a status are held apart if `config.statuses` is set."""
-        coded = {site: encode(block) for site, block in states.items()} if self.is_int8 else states
-        taken = PassStates(rows, coded, heads)
-        open_rows = [i for i, row in enumerate(rows) if not row.role] if self.config.statuses is not None else []
-        if open_rows:
-            self._undecided.append(taken.part(open_rows))
-            taken = taken.part([i for i, row in enumerate(rows) if row.role])
-        return self._append(taken)
+    def _joined(self, passes: list[PassStates]) -> dict[tuple[str, int], Tensor]:
+        """Returns a dict (site, layer) -> the states of all passes, joined: [n, m]; of heads [n, h, d]; a pattern as
+        one flat tensor. Frees those of the passes.
 
-    def _append(self, taken: PassStates) -> bool:
-        """Appends states, and sets the state_index of their rows. Returns False without a row."""
-        if not taken.rows:
-            return False
-        for index, row in enumerate(taken.rows, self.blocks.num_rows):
-            row.state_index = index
-        self.blocks.append(len(taken.rows), taken.states)
-        if self.heads is not None:
-            assert taken.heads is not None
-            self.heads.append(taken.heads)
-        return True
+        Rows of a pass that ended before the layer are NaN; if no pass has reached the layer yet, the tensor of its
+        heads is empty. Routing of a layer without experts is NaN, and so is the recurrent state of a layer without one.
+        """
+        joined: dict[tuple[str, int], Tensor] = {}
+        for site in self.config.state_sites:
+            blocks = [one.states.pop(site) for one in passes]
+            for layer, i in self.layer_index.items():
+                parts = [block[i] for block in blocks]
+                joined[site, layer] = torch.cat(parts) if parts else torch.empty(0, 0, dtype=self.dtype)
+        for partial_site in (ROUTER, RECURRENT):
+            kept = (tensor for one in passes for (site, _), tensor in one.heads.items() if site == partial_site)
+            if (example := next(kept, None)) is not None:
+                for layer in self.layer_index:
+                    self.shapes.setdefault((partial_site, layer), (example.shape[1:], 1))
+        for place in product(self.config.heads, self.layer_index):
+            joined[place] = self._joined_heads(passes, place)
+        return joined
+
+    def _joined_heads(self, passes: Sequence[PassStates], place: tuple[str, int]) -> Tensor:
+        """Returns the head activations of one (site, layer), joined over the passes, and frees those of the passes."""
+        site, _ = place
+        by_pass = [(one, one.heads.pop(place, None)) for one in passes]
+        ran = next(((one, tensor) for one, tensor in by_pass if tensor is not None), None)
+        if ran is not None:
+            one, example = ran
+            is_pattern = site == PATTERN
+            self.shapes[place] = ((), len(example) // one.size(site)) if is_pattern else (example.shape[1:], 1)
+        if place not in self.shapes or not by_pass:
+            return torch.empty(0, dtype=_dtype(site, self.dtype))
+        shape, heads = self.shapes[place]
+
+        def absent(one: PassStates) -> Tensor:
+            """Returns NaN in the shape of one pass's head activations, for a pass that did not reach the layer."""
+            if self.is_int8 and site not in _EXACT:
+                return encode(torch.full((one.size(site), *shape[:-1], shape[-1] - SCALE_BYTES), torch.nan))
+            return torch.full((heads * one.size(site), *shape), torch.nan, dtype=_dtype(site, self.dtype))
+
+        return torch.cat([absent(one) if tensor is None else tensor for one, tensor in by_pass])
+
+    def add(self, taken: PassStates) -> None:
+        """Takes the states of a pass. Holds them until `apply_statuses` if `config.statuses` is set."""
+        if self.config.statuses is None:
+            self._append(taken)
+        else:
+            self._undecided.append(taken)
+
+    def _append(self, taken: PassStates) -> None:
+        """Appends states, and sets the state_index of their rows."""
+        for row in taken.rows:
+            row.state_index = self.num_rows
+            self.num_rows += 1
+        self._passes.append(taken)
 
     def apply_statuses(self) -> None:
-        """Of the rows held apart that have a status now, appends the states of those to keep, and drops the others.
-        Call it only while no appended states may be discarded."""
+        """Of the rows held apart that have a status now, appends the states of those to keep, and drops the others."""
         held, self._undecided = self._undecided, []
         for taken in held:
             decided = [i for i, row in enumerate(taken.rows) if row.role]
@@ -125,13 +229,4 @@ class KeptStates:
                 rest = taken.part([i for i, row in enumerate(taken.rows) if not row.role]) if decided else taken
                 self._undecided.append(rest)
             if kept := [i for i in decided if self.config.keeps_status(taken.rows[i].status)]:
-                self._append(taken.part(kept))
-
-    def drop_last(self, num_passes: int, lost: set[int]) -> None:
-        """Discards the states appended by the last `num_passes` calls of `add` that returned True, and those held for
-        rows whose `id` is in `lost`."""
-        for _ in range(num_passes):
-            self.blocks.drop_last()
-            if self.heads is not None:
-                self.heads.drop_last()
-        self._undecided = [taken for taken in self._undecided if id(taken.rows[0]) not in lost]
+                self._append(taken.part(kept) if len(kept) < len(taken.rows) else taken)

@@ -73,7 +73,8 @@ class LensReader:
         self._open: dict[int, list[Queued]] = {}
         self._ready: list[Queued] = []
         self._num_ready = 0
-        self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Readout]] = []
+        self._parts: list[dict[str, Tensor]] = []
+        """Readings of each tile, in the columns that `take` returns."""
         self._copies: list[Copies] = []
         self.num_read = 0
         """Number of state vectors read, without the free end of a tile."""
@@ -156,7 +157,7 @@ class LensReader:
     @property
     def num_held(self) -> int:
         """Number of readings that the next call of `take` returns, without copies."""
-        return self._num_ready + sum(len(part[1]) for part in self._parts)
+        return self._num_ready + sum(len(part["row"]) for part in self._parts)
 
     def take(self) -> dict[str, Tensor]:
         """Reads the rows whose targets are set. Returns the readings since the last call, and forgets them: a dict of
@@ -169,12 +170,8 @@ class LensReader:
             self._read_tile()
         if not self._parts:
             return {}
-        owners, rows, layers, targets, readouts = zip(*self._parts, strict=True)
+        columns = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
         self._parts = []
-        columns = {"row": torch.cat(rows), "request_id": torch.cat(owners), "layer": torch.cat(layers)}
-        columns["target"] = torch.cat(targets)
-        for name, parts in zip(Readout._fields, zip(*readouts, strict=True), strict=True):
-            columns[name] = torch.cat(parts)
         copies = [one for one in self._copies if one.request_id not in self.errors]
         self._copies = []
         failed = torch.isin(columns["request_id"], torch.tensor([*self.errors], dtype=torch.long))
@@ -199,23 +196,25 @@ class LensReader:
     def _read_tile(self) -> None:
         """Reads up to LENS_TILE queued state vectors through the lens, and stores the readings."""
         taken = self._take()
-        count = sum(len(q.layers) for q in taken)
-        states = torch.zeros(LENS_TILE, self.model.d_model, dtype=self.model.dtype, device=self.model.device)
-        layers = torch.zeros(LENS_TILE, dtype=torch.long, device=self.model.device)
-        states[:count] = torch.cat([q.states for q in taken]).to(states.device)
-        layers[:count] = torch.cat([q.layers for q in taken]).to(layers.device)
-        targets = torch.full((LENS_TILE,), -1, device=layers.device)
-        targets[:count] = torch.cat([torch.full((len(q.layers),), q.target) for q in taken])
-        owners, rows = (
-            torch.cat([torch.full((len(q.layers),), number) for q, number in zip(taken, numbers, strict=True)])
-            for numbers in ([q.request_id for q in taken], [q.row for q in taken])
+        counts = torch.tensor([len(q.layers) for q in taken])
+        rows, owners, wanted = (
+            torch.tensor([getattr(q, name) for q in taken]).repeat_interleave(counts)
+            for name in ("row", "request_id", "target")
         )
+        count, device = len(rows), self.model.device
+        states = torch.zeros(LENS_TILE, self.model.d_model, dtype=self.model.dtype, device=device)
+        layers = torch.zeros(LENS_TILE, dtype=torch.long, device=device)
+        targets = torch.full((LENS_TILE,), -1, device=device)
+        states[:count] = torch.cat([q.states for q in taken]).to(device)
+        layers[:count] = torch.cat([q.layers for q in taken]).to(device)
+        targets[:count] = wanted
+        labels = {"row": rows, "request_id": owners, "layer": layers[:count].cpu(), "target": wanted}
 
         def keep(readout: Readout, which: "slice | Tensor") -> None:
             """Stores the readings of the state vectors at the indices `which` of the tile."""
-            labels = (owners[which], rows[which], layers[:count].cpu()[which], targets[:count].cpu()[which])
-            self._parts.append((*labels, Readout(*(column[which] for column in readout))))
-            self.num_read += len(labels[0])
+            columns = labels | readout._asdict()
+            self._parts.append({name: column[which] for name, column in columns.items()})
+            self.num_read += len(self._parts[-1]["row"])
 
         again = torch.arange(min(count, LENS_TILE - count))
         for tensor in (states, layers, targets):  # the tile's end repeats its first vectors, in reverse order

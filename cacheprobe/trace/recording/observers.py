@@ -59,25 +59,18 @@ class StepLog(Observer):
         self.preemptions.append((request_id, step))
 
 
-class ProgressBar(Observer):
+class ProgressBar(Progress, Observer):
     """Shows a bar with the committed tokens, tokens per second and time left.
 
     total_tokens: number of tokens that are committed if no request ends early.  done: tokens committed before.
     """
 
     def __init__(self, total_tokens: int, enabled: bool = True, done: int = 0) -> None:
-        self._bar = Progress(total_tokens, "generating", "tokens", enabled=enabled, done=done)
-
-    def __enter__(self) -> "ProgressBar":
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.__exit__(*exc)
+        super().__init__(total_tokens, "generating", "tokens", enabled=enabled, done=done)
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
         """Advances the bar by the number of committed tokens."""
-        self._bar.advance(len(token_ids))
+        self.advance(len(token_ids))
 
 
 class Interrupted(KeyboardInterrupt):

@@ -2,43 +2,43 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
+from cacheprobe.core.records import Thought
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
+from cacheprobe.trace.recording.features import FoundFeatures
+from cacheprobe.trace.recording.kept_states import PassStates
 from cacheprobe.trace.recording.lens_reader import LensReader, Queued
 from cacheprobe.trace.tables.build import Part, RowRecord
 
 
 @dataclass
+class PassRows:
+    """Holds what was recorded of one pass, or copied from a pass for a request with the same prompt."""
+
+    rows: list[RowRecord] = field(default_factory=list)
+    states: PassStates | None = None
+    reads: dict[int, Queued] = field(default_factory=dict)
+    """What the lens is to read, by index in `rows`; without the number of the row."""
+    features: FoundFeatures | None = None
+    copied: dict[int, int] = field(default_factory=dict)
+    """By index in `rows`: the number of the row whose features it shares."""
+
+
+@dataclass
 class Unconfirmed:
-    """Holds data of the passes since the rows were last confirmed, so that `Recorder.on_failure` can discard these
-    passes.
+    """Holds what was recorded since the rows were last confirmed: at each commit and at the end of each step. If a pass
+    fails before, all of it is discarded."""
 
-    Rows are confirmed at each commit and at the end of each step; `Recorder.on_failure` no longer discards them then.
-    """
-
-    first_row: int = 0
-    """Number of confirmed rows in `Recorder.rows`; all later rows are unconfirmed."""
-    first_thought: int = 0
-    """Number of confirmed thoughts in `Recorder.thoughts`."""
-    num_blocks: int = 0
-    """Number of unconfirmed passes whose states were appended (`KeptStates.add`)."""
-    reads: list[tuple[RowRecord, Queued]] = field(default_factory=list)
-    """Rows, and their states for the lens, to queue once the step is confirmed."""
+    passes: list[PassRows] = field(default_factory=list)
+    thoughts: list[Thought] = field(default_factory=list)
     masses: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """Unconfirmed entries of `Recorder.answer_mass`."""
+    """New entries of `Recorder.answer_mass`."""
 
 
-@runtime_checkable
 class Source(Protocol):
     """Lists what a DiskWriter needs: of the Recorder of a run, or of an import."""
-
-    num_taken: int
-    """Number of rows that `take` has returned."""
-    num_compared: int
-    differences: list[str]
-    preemptions: list[tuple[int, int]]
 
     @property
     def model(self) -> CachedLM | None:
@@ -60,18 +60,13 @@ class Source(Protocol):
         """Estimated bytes of what the next call of `take` returns."""
         ...
 
-    @property
-    def num_states(self) -> int:
-        """Number of rows with states so far."""
-        ...
-
-    @property
-    def checks(self) -> list[JsonDict]:
-        """Results of the self-checks that have checked a row."""
-        ...
-
     def take(self) -> Part:
         """Returns what was recorded since the last call, and forgets it."""
+        ...
+
+    def so_far(self) -> JsonDict:
+        """Returns what a line of the journal says of the whole run so far: num_rows, num_states, preemptions,
+        self_checks and checks."""
         ...
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.core.records import RowSlot
-from cacheprobe.trace.state_store import HeadBlock
+from cacheprobe.trace.recording.kept_states import PassStates
 
 Pack = Callable[[Tensor, Tensor, Tensor], None]
 """Function (states [b, t, m], rows [n], out [n, m]) that writes chosen rows to `out`: `ops.references.pack_rows`."""
@@ -39,14 +39,12 @@ class PassCapture:
     """Distance between two rows of the self-check, in rows of the pass."""
     layer_index: dict[int, int]
     """Layer -> its index in the tensors, for the kept layers."""
+    kept_states: PassStates | None = None
+    """States of the kept rows; None without such a row."""
     states: dict[str, Tensor] = field(default_factory=dict)
-    """[layers, n, m] by site, for the kept rows."""
-    kept_states: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors in the CPU's memory to which `finish` copies `states`; empty if `states` are these tensors."""
+    """Tensors that the hooks copy to, [layers, n, m] by site: those of `kept_states`, or some on the model's device."""
     pack: Pack | None = None
     """Copies chosen rows in a kernel; None for torch's indexing. The bits are the same."""
-    heads: HeadBlock | None = None
-    """Activations of attention heads, for the kept rows."""
     lens_block: Tensor | None = None
     """[layers, n, m] of S, for the rows that the lens reads."""
     feature_place: tuple[str, int] | None = None
@@ -78,28 +76,29 @@ class PassCapture:
         keep, lens, checked = (index.to(device) for index in chosen)
         return cls(kept, lens_rows, keep, lens, checked, step, layer_index)
 
-    def open_states(self, kept_states: dict[str, Tensor], device: torch.device) -> None:
+    def open_states(self, kept_states: PassStates, device: torch.device) -> None:
         """Sets the tensors that receive states. If a kernel of another device writes them, they lie on that device
         until `finish` copies them at once."""
-        self.states = kept_states
+        self.kept_states, self.states = kept_states, kept_states.states
         if self.pack is not None and device.type != "cpu":
-            self.kept_states = kept_states
-            self.states = {s: torch.full_like(kept, torch.nan, device=device) for s, kept in kept_states.items()}
+            self.states = {s: torch.full_like(kept, torch.nan, device=device) for s, kept in self.states.items()}
 
-    def finish(self) -> dict[str, Tensor]:
-        """Returns the states of the pass by site, [layers, n, m], copied to the CPU's memory if they are elsewhere."""
-        for site, kept in self.kept_states.items():
-            kept.copy_(self.states[site])
-        return self.kept_states or self.states
+    def finish(self) -> PassStates | None:
+        """Returns the states of the kept rows, copied to the CPU's memory if they are elsewhere; None without such a
+        row."""
+        if self.kept_states is not None and self.states is not self.kept_states.states:
+            for site, kept in self.kept_states.states.items():
+                kept.copy_(self.states[site])
+        return self.kept_states
 
     def take(self, site: str, layer: int, value: Tensor, device: torch.device) -> None:
         """Copies from a hook's tensor the rows to keep, to read through the lens (site S), and to self-check.
 
-        value: [b, t, m], or heads as in HeadBlock.keep.
+        value: [b, t, m], or heads as in PassStates.keep_heads.
         """
         if site in HEAD_SITES:
-            if self.heads is not None:
-                self.heads.keep(site, layer, value)
+            if self.kept_states is not None:
+                self.kept_states.keep_heads(site, layer, value)
             return
         flat = value.reshape(-1, value.shape[-1]).to(device)  # layers may lie on several devices
         if self.watched is not None:

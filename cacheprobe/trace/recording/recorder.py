@@ -23,7 +23,7 @@ from cacheprobe.trace import self_checks as checks
 from cacheprobe.trace.recording.features import FeatureRecorder
 from cacheprobe.trace.recording.kept_states import KeptStates, is_kept, status_of
 from cacheprobe.trace.recording.lens_reader import LensReader, Queued
-from cacheprobe.trace.recording.part import Unconfirmed
+from cacheprobe.trace.recording.part import PassRows, Unconfirmed
 from cacheprobe.trace.recording.pass_capture import PassCapture
 from cacheprobe.trace.tables.build import LedgerChange, Part, RowRecord
 
@@ -66,7 +66,6 @@ class Recorder(Observer):
 
     def __post_init__(self) -> None:
         self.kept = KeptStates(self.config, self.layers, self.model.dtype)
-        self.blocks, self.head_blocks = self.kept.blocks, self.kept.heads
         self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
         self.features = FeatureRecorder.of(self.config, self.model)
         operations = getattr(self.model, "operations", None)
@@ -89,7 +88,11 @@ class Recorder(Observer):
         self._prompt_thoughts: dict[int, list[Thought]] = {}
         self._seen_phases: set[str] = set()
         self._now: PassCapture | None = None
-        self._layers_below = _LayersBelow(self.layers)
+        self._layers_below = [
+            torch.tensor([layer for layer in self.layers if layer < ran], dtype=torch.long)
+            for ran in range(self.model.n_layers + 1)
+        ]
+        """By number of layers that ran: the kept ones among them."""
 
     def wanted(self) -> list[tuple[str, int]]:
         """Returns the list of (site, layer) hooks that the run needs; [] if it keeps only tokens and events.
@@ -110,15 +113,16 @@ class Recorder(Observer):
         features = 0 if self.features is None else self.features.num_bytes
         return self.kept.num_bytes + features + readings + thoughts + len(self.rows) * _ROW_BYTES
 
-    @property
-    def num_states(self) -> int:
-        """Number of rows with states so far."""
-        return self.blocks.num_rows
-
-    @property
-    def checks(self) -> list[JsonDict]:
-        """Results of the self-checks that have checked a row."""
-        return [asdict(check) for check in (self.residual_check, self.lens_check) if check.num_rows]
+    def so_far(self) -> JsonDict:
+        """Returns what a line of the journal says of the whole run so far. Its lists are copies."""
+        checks = [asdict(check) for check in (self.residual_check, self.lens_check) if check.num_rows]
+        return {
+            "num_rows": self.num_taken,
+            "num_states": self.kept.num_rows,
+            "preemptions": list(self.preemptions),
+            "self_checks": {"compared": self.num_compared, "differences": list(self.differences)},
+            "checks": checks,
+        }
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Returns the text of each token id."""
@@ -131,7 +135,7 @@ class Recorder(Observer):
     def take(self) -> Part:
         """Returns what was recorded since the last call, and forgets it. Call it after `on_step` and before the next
         pass, so that no row is unconfirmed; or after `on_finish` of the last request."""
-        assert self._unconfirmed.first_row == len(self.rows), "a pass is not confirmed yet"
+        assert not self._unconfirmed.passes, "a pass is not confirmed yet"
         self._apply_statuses()
         first, rows, self.rows = self.num_taken, self.rows, []
         labelled = [(number, row) for number, row in self._late if row.role]
@@ -142,13 +146,7 @@ class Recorder(Observer):
         found = None if self.features is None else self.features.take()
         part = Part(first, rows, labelled, *self.kept.take(), columns, self.steps, self.ledger, self.thoughts, found)
         self.steps, self.ledger, self.thoughts = [], [], []
-        self._unconfirmed = Unconfirmed()
         return part
-
-    @property
-    def _newest_row(self) -> int:
-        """Number, in the rows table, of the newest row."""
-        return self.num_taken + len(self.rows) - 1
 
     # -- one pass
 
@@ -162,14 +160,12 @@ class Recorder(Observer):
             wanted and self.config.reads_row(row.position, length)
             for row, wanted, length in zip(rows, kept, lengths, strict=True)
         ]
-        now = self._now = PassCapture.of(rows, shape[1], kept, reads, self.blocks.layer_index, device)
+        now = self._now = PassCapture.of(rows, shape[1], kept, reads, self.kept.layer_index, device)
         now.pack = self._pack
         now.feature_place = self.features.place if self.features is not None and any(kept) else None
         if any(kept):
-            now.open_states(self.blocks.open(len(now.keep_index), width), device)
-            if self.head_blocks is not None:
-                positions = [row.position for row, wanted in zip(rows, kept, strict=True) if wanted]
-                now.heads = self.head_blocks.open(now.keep_index, positions)
+            positions = [row.position for row, wanted in zip(rows, kept, strict=True) if wanted]
+            now.open_states(self.kept.open(now.keep_index, positions, width), device)
         if any(reads):
             size = (len(self.layers), len(now.lens_index), width)
             now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
@@ -191,36 +187,32 @@ class Recorder(Observer):
         ran = self.model.n_layers if record.num_layers is None else record.num_layers
         now, self._now = self._now, None
         assert now is not None
-        states = now.finish()
-        kept_rows: list[RowRecord] = []
-        kept_numbers: list[int] = []
-        lens_column = 0
-        for slot, wanted, is_read in zip(record.rows, now.kept, now.lens_rows, strict=True):
+        recorded, lens_column = PassRows(states=now.finish()), 0
+        for index, (slot, is_read) in enumerate(zip(record.rows, now.lens_rows, strict=True)):
             row = RowRecord(slot.request_id, record.step, record.phase, slot.position, slot.token_id, ran)
             if slot.is_draft:
                 self._undecided[slot.request_id].append(row)
             else:
                 self._label_row(row, self._roles[slot.request_id][slot.position], status_of(slot))
-            self.rows.append(row)
-            if wanted:
-                kept_rows.append(row)
-                kept_numbers.append(self._newest_row)
+            recorded.rows.append(row)
             if is_read:
                 assert now.lens_block is not None
-                self._queue(row, now.lens_block[:, lens_column], ran)
+                recorded.reads[index] = self._queued(row, now.lens_block[:, lens_column])
                 lens_column += 1
-        self._unconfirmed.num_blocks += self.kept.add(kept_rows, states, now.heads)
+        kept_rows = [row for row, wanted in zip(recorded.rows, now.kept, strict=True) if wanted]
+        if recorded.states is not None:
+            recorded.states.finish(kept_rows)
         if self.features is not None and now.feature_states is not None:
-            self.features.add(kept_numbers, kept_rows, now.feature_states)
+            recorded.features = self.features.find(kept_rows, now.feature_states)
+        self._unconfirmed.passes.append(recorded)
         if now.watched is not None:
             self._check(record, now, now.watched, ran)
 
-    def _queue(self, row: RowRecord, states: Tensor, ran: int) -> None:
-        """Collects the newest row for the lens reader, with its states [layers, m] of the kept layers that ran."""
-        layers, number = self._layers_below[ran], self.num_taken + len(self.rows) - 1
+    def _queued(self, row: RowRecord, states: Tensor) -> Queued:
+        """Returns what the lens is to read of a row, from its states [layers, m] of the kept layers."""
+        layers = self._layers_below[row.num_layers]
         kept = states[: len(layers)].clone()
-        queued = Queued(number, row.position, kept, layers, request_id=row.request_id, step=row.step)
-        self._unconfirmed.reads.append((row, queued))
+        return Queued(-1, row.position, kept, layers, request_id=row.request_id, step=row.step)
 
     def _queue_reading(self, row: RowRecord, queued: Queued) -> None:
         """Passes a confirmed row to the lens reader, with the prompt's next token, if there is one, as the target."""
@@ -250,25 +242,34 @@ class Recorder(Observer):
 
     def _confirm(self) -> None:
         """Confirms all rows so far: `on_failure` no longer discards them, and the lens reader gets their states."""
-        first = self._unconfirmed.first_row
-        for number, row in enumerate(self.rows[first:], self.num_taken + first):
-            if row.role == "prompt" and row.status == "committed":
-                self._prompt_rows.setdefault(row.request_id, []).append((number, row))
-        for row, queued in self._unconfirmed.reads:
-            if row.role == "prompt":
-                self._prompt_reads.setdefault(row.request_id, {})[queued.row] = replace(queued)
-            self._undecided_reads.append((row, queued))
-        for thought in self.thoughts[self._unconfirmed.first_thought :]:
+        confirmed, self._unconfirmed = self._unconfirmed, Unconfirmed()
+        for recorded in confirmed.passes:
+            first = self.num_taken + len(self.rows)
+            self.rows += recorded.rows
+            for number, row in enumerate(recorded.rows, first):
+                if row.role == "prompt" and row.status == "committed":
+                    self._prompt_rows.setdefault(row.request_id, []).append((number, row))
+            if recorded.states is not None:
+                self.kept.add(recorded.states)
+            if self.features is not None:
+                numbers = {id(row): number for number, row in enumerate(recorded.rows, first)}
+                self.features.add(numbers, recorded.features)
+                for index, source in recorded.copied.items():
+                    self.features.copy(first + index, source)
+            for index, queued in recorded.reads.items():
+                row, queued.row = recorded.rows[index], first + index
+                if row.role == "prompt":
+                    self._prompt_reads.setdefault(row.request_id, {})[queued.row] = replace(queued)
+                self._undecided_reads.append((row, queued))
+        for thought in confirmed.thoughts:
             if thought.end < len(self.prompts[thought.request_id]):
                 self._prompt_thoughts.setdefault(thought.request_id, []).append(thought)
-        self.answer_mass |= self._unconfirmed.masses
-        self._unconfirmed = Unconfirmed(len(self.rows), len(self.thoughts))
+        self.thoughts += confirmed.thoughts
+        self.answer_mass |= confirmed.masses
         self._apply_statuses()
 
     def _apply_statuses(self) -> None:
         """Drops the states of rows whose status is known now and not one to keep; queues the others for the lens."""
-        if self._unconfirmed.num_blocks:  # of a pass that may still be discarded
-            return
         self.kept.apply_statuses()
         reads, self._undecided_reads = self._undecided_reads, []
         for row, queued in reads:
@@ -279,37 +280,29 @@ class Recorder(Observer):
 
     def on_failure(self, step: int) -> None:
         """Discards the rows, thoughts and states of all unconfirmed passes, because their step failed."""
-        first_row, first_thought = self._unconfirmed.first_row, self._unconfirmed.first_thought
-        lost = {id(row) for row in self.rows[first_row:]}
-        self.kept.drop_last(self._unconfirmed.num_blocks, lost)
-        for request_id in {row.request_id for row in self.rows[first_row:]}:
+        lost = {id(row): row.request_id for one in self._unconfirmed.passes for row in one.rows}
+        for request_id in {*lost.values()}:
             self._undecided[request_id] = [row for row in self._undecided[request_id] if id(row) not in lost]
-        if self.features is not None:
-            self.features.drop_from(self.num_taken + first_row)
-        del self.rows[first_row:], self.thoughts[first_thought:]
-        self._unconfirmed = Unconfirmed(first_row, first_thought)
-        self._now = None
+        self._unconfirmed, self._now = Unconfirmed(), None
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:
         """Adds copies of the prompt rows and thoughts of request `source_id`, which has the same prompt.
 
         The copied rows refer to the source's stored vectors; the lens reads these vectors again for this request.
         """
-        reads = self._prompt_reads.get(source_id, {})
-        for number, row in self._prompt_rows.get(source_id, ()):
-            mine = replace(row, request_id=request_id)
-            self.rows.append(mine)
-            if self.features is not None:
-                self.features.copy(self._newest_row, number)
+        reads, copies = self._prompt_reads.get(source_id, {}), PassRows()
+        for index, (number, row) in enumerate(self._prompt_rows.get(source_id, ())):
+            copies.rows.append(replace(row, request_id=request_id))
+            copies.copied[index] = number
             if (queued := reads.get(number)) is not None:
-                own = replace(queued, row=self._newest_row, target=-1, request_id=request_id)
-                self._unconfirmed.reads.append((mine, own))
+                copies.reads[index] = replace(queued, target=-1, request_id=request_id)
+        self._unconfirmed.passes.append(copies)
         for thought in self._prompt_thoughts.get(source_id, ()):
-            self.thoughts.append(replace(thought, request_id=request_id))
+            self._unconfirmed.thoughts.append(replace(thought, request_id=request_id))
 
     def on_thought(self, thought: Thought) -> None:
-        """Appends the thought to `thoughts`."""
-        self.thoughts.append(thought)
+        """Keeps a thought."""
+        self._unconfirmed.thoughts.append(thought)
 
     def on_compared(self, step: int, difference: str | None) -> None:
         """Counts a pass in which one request was computed twice. Appends the difference, if any, to `differences`."""
@@ -386,15 +379,3 @@ class Recorder(Observer):
         if self.reader is not None:
             end = len(self.prompts[finished.request_id]) + len(finished.committed)
             self.reader.resolve(finished.request_id, end, (), is_over=True)
-
-
-class _LayersBelow(dict[int, Tensor]):
-    """Maps a number of layers that ran to a tensor of the kept layers among them."""
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        super().__init__()
-        self._all = layers
-
-    def __missing__(self, ran: int) -> Tensor:
-        self[ran] = torch.tensor([layer for layer in self._all if layer < ran], dtype=torch.long)
-        return self[ran]

@@ -13,11 +13,9 @@ from cacheprobe.core.values import JsonDict, folder, num_bytes
 from cacheprobe.engine.sizes import available_bytes
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import STATUS_OF_REASON, Status
+from cacheprobe.trace.journal import Journal, begin_journal, cut_journal, read_journal
 from cacheprobe.trace.manifest import CheckedFiles
-from cacheprobe.trace.parts.growing import GrowingRun
-from cacheprobe.trace.parts.journal import Journal, begin_journal, cut_journal, last_step, read_journal
-from cacheprobe.trace.parts.shards import header_of, read_tensors
-from cacheprobe.trace.places import Recording, free_beside, recording, saving, saying_why
+from cacheprobe.trace.places import Recording, free_beside, recording, saying_why
 from cacheprobe.trace.recording.assemble import meta_after
 from cacheprobe.trace.recording.disk_writer import Background, DiskWriter, part_bytes_of
 from cacheprobe.trace.recording.lens_reader import Queued
@@ -25,7 +23,9 @@ from cacheprobe.trace.recording.observers import Stop
 from cacheprobe.trace.recording.part import Source
 from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.recording.stored_states import read_now
+from cacheprobe.trace.shards import header_of, read_tensors
 from cacheprobe.trace.storage import RunFiles, finish_run, request_record
+from cacheprobe.trace.stored import GrowingRun
 from cacheprobe.trace.tables.build import rows_in_use
 from cacheprobe.trace.trace import Trace, load_trace
 
@@ -58,7 +58,10 @@ class ToDisk:
             return self.begin_new(recorder, requests, meta, {"sites": sites, "heads": heads, "layers": layers})
         with saying_why(self.place.directory):
             cut_journal(journal)
-            _delete_unnamed(journal)
+            named = {*journal.files.sizes, journal.waiting["name"] if journal.waiting else ""}
+            for path in journal.directory.glob(f"*-{journal.run_id}-*"):
+                if path.name not in named:  # a kill came before the journal's line was written
+                    path.unlink()
         restore_recorder(recorder, states, journal)
         return DiskWriter(recorder, self.place, self.part_bytes, journal, requests, self.background)
 
@@ -81,9 +84,9 @@ class ToDisk:
         writer.end_round(states, is_last=True)
         writer.wait()
         journal = _journal_in(self.place.directory)
-        has_readings = bool(journal.names("readings"))
+        has_readings = bool(journal.files.names("readings"))
         after = meta_after(recorder, writer.requests, journal.texts, has_readings, meta)
-        thinking = before["thinking"] if journal.names("thoughts") else None
+        thinking = before["thinking"] if journal.files.names("thoughts") else None
         trace = load_trace(self.finish({**before, "thinking": thinking, **after}), recorder.model)
         trace.reading_later = read_now if trace.is_unread else None
         return trace
@@ -113,15 +116,11 @@ class ToDisk:
         run, place = GrowingRun(_journal_in(self.place.directory)), self.place
         if self.stop is not None and self.stop.was_pressed and place.replaces_a_run:
             self.finished_in = free_beside(place.directory)
-            with saving(self.finished_in, place.run_id) as staging:
-                files = RunFiles(self.finished_in, staging, place.run_id)
-                for name in run.shards:
-                    files.write(name, lambda path, name=name: run.files.copy(name, path))
-                finish_run(run, files, meta)
+            with recording(self.finished_in, place.run_id, is_kept=False) as beside:
+                beside.finish(lambda: finish_run(run, RunFiles.of(beside), meta))
             place.drop()
         else:
-            files = RunFiles(place.directory, place.staging, place.run_id)
-            place.finish(lambda: finish_run(run, files, meta))
+            place.finish(lambda: finish_run(run, RunFiles.of(place), meta))
             self.finished_in = place.directory
         return self.finished_in
 
@@ -130,15 +129,6 @@ def _journal_in(directory: Path) -> Journal:
     journal = read_journal(directory)
     assert journal is not None
     return journal
-
-
-def _delete_unnamed(journal: Journal) -> None:
-    """Deletes the run's files that the journal does not name: a kill came before their line was written."""
-    waiting = journal.parts[-1]["waiting"] if journal.parts else None
-    named = {*journal.checksums["files"], waiting["name"] if waiting else ""}
-    for path in journal.directory.glob(f"*-{journal.run_id}-*"):
-        if path.name not in named:
-            path.unlink()
 
 
 class ImportOutput(TypedDict, total=False):
@@ -210,8 +200,8 @@ def restore_recorder(recorder: Recorder, states: Sequence[SequenceState], journa
     """Makes a new recorder go on after the newest part of the journal. states: of all requests, restored."""
     if not journal.parts:
         return
-    last, step = journal.parts[-1], last_step(journal)
-    recorder.num_taken, recorder.blocks.num_rows = last["num_rows"], last["num_states"]
+    last, step = journal.parts[-1], journal.last_step
+    recorder.num_taken, recorder.kept.num_rows = last["num_rows"], last["num_states"]
     roles: dict[int, list[str]] = {}
     for part in journal.parts:
         for request_id, added in part["roles"].items():
@@ -242,19 +232,19 @@ def restore_recorder(recorder: Recorder, states: Sequence[SequenceState], journa
 
 def _restore_shapes(recorder: Recorder, run: GrowingRun) -> None:
     """Tells the recorder the shapes of head activations, from the parts, if heads are recorded."""
-    if recorder.head_blocks is None:
+    if not recorder.config.heads:
         return
-    for name in run.journal.names("states"):
+    for name in run.shards:
         for key, entry in header_of(run.files, name).items():
             site, layer = key.split(".")
             if site in recorder.config.heads and entry["shape"] != [0]:
                 heads = recorder.model.head_shape[0] if site == PATTERN else 1
-                recorder.head_blocks.shapes[site, int(layer)] = tuple(entry["shape"][1:]), heads
+                recorder.kept.shapes[site, int(layer)] = tuple(entry["shape"][1:]), heads
 
 
 def _restore_readings(recorder: Recorder, journal: Journal) -> None:
     """Queues the rows that waited for their next token for the lens again."""
-    waiting, reader = journal.parts[-1]["waiting"], recorder.reader
+    waiting, reader = journal.waiting, recorder.reader
     if reader is None:
         return
     reader.errors |= {int(key): why for key, why in journal.gathered("lens_errors").items()}

@@ -1,8 +1,8 @@
 """Builds pandas tables from the recorder's records. Each function documents the columns of its table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import pandas as pd
@@ -10,14 +10,11 @@ import pyarrow as pa
 
 from cacheprobe.core.records import StepRecord, Thought
 from cacheprobe.core.tokens import visible
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.schema import TABLES, arrow_schema, typed
 
 if TYPE_CHECKING:
     from torch import Tensor
-from dataclasses import dataclass
-from typing import SupportsIndex
-
-from cacheprobe.core.values import JsonDict
 
 
 @dataclass(slots=True)
@@ -65,11 +62,11 @@ class Part:
     """Rows; those fed a draft token without a verdict so far have no role and no status."""
     labelled: list[tuple[int, RowRecord]]
     """Rows of earlier parts, with their numbers, that got their role and status since."""
-    state_bytes: int | None
-    """Bytes of the states; None for a run that captures none."""
+    num_states: int | None
+    """Number of rows with states; None for a run that captures none."""
     states: "Callable[[], dict[tuple[str, int], Tensor]]"
-    """Returns by (site, layer) the states [n, m] of the kept rows; heads as in `HeadBlocks.joined`. Called once, in any
-    thread."""
+    """Returns by (site, layer) the states [n, m] of the kept rows; heads as `KeptStates.take` joins them. Called once,
+    in any thread, in the order of the parts."""
     columns: "dict[str, Tensor]"
     """Lens readings, as from `LensReader.take`."""
     steps: list[StepRecord]
@@ -79,16 +76,26 @@ class Part:
     """Features of a dictionary, as from `FeatureRecorder.take`; None for a run without one."""
 
 
-def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
+def part_tables(part: Part, tokens: Mapping[int, Sequence[int]], token_texts: TokenTexts) -> dict[str, pd.DataFrame]:
+    """Returns the tables of a part that are built from its records alone: rows, events, ledger and tokens.
+
+    tokens: committed ids by request.  token_texts: as in `rows_table`.
+    """
+    rows, events = rows_table(part.rows, token_texts, part.first_row), events_table(part.steps)
+    tokens_of_part = tokens_table(rows, tokens, events, part.columns, token_texts)
+    return {"rows": rows, "events": events, "ledger": ledger_table(part.ledger), "tokens": tokens_of_part}
+
+
+def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts, first_row: int = 0) -> pd.DataFrame:
     """Returns the rows table: a DataFrame with one line for every token of every pass.
 
     Columns: row, request_id, step, phase, role, status, position, token_id, token (text; ␣ is a space), num_layers
     (that ran), state_index (index among the stored vectors; -1 if a capture filter dropped the row).
-    token_texts: function from a list of token ids to their texts.
+    token_texts: function from a list of token ids to their texts.  first_row: number of the first row.
     """
     table = _table_of(rows, RowRecord)
     texts = texts_of(table.token_id.to_numpy(), token_texts)
-    return typed(table.assign(row=np.arange(len(table)), token=texts), "rows")
+    return typed(table.assign(row=np.arange(first_row, first_row + len(table)), token=texts), "rows")
 
 
 def hypotheses_table(

@@ -93,10 +93,9 @@ def _ranks(trace: "Trace", table: pd.DataFrame) -> pd.Series:
 
 def _accepted(trace: "Trace", table: pd.DataFrame) -> pd.Series:
     """Returns whether each token was an accepted draft token."""
-    found = set()
-    events = trace.events()
-    for request in trace.requests:
-        history = token_history(events[events.request_id == request.request_id])
-        places = history[history.outcome == "accepted"].place
-        found |= {(request.request_id, request.num_prompt_tokens + int(place)) for place in places}
+    history = token_history(trace.event_table)
+    accepted = history[history.outcome == "accepted"]
+    lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
+    positions = accepted.request_id.map(lengths) + accepted.place
+    found = set(zip(accepted.request_id, positions, strict=True))
     return pd.Series(list(zip(table.request_id, table.position, strict=True))).isin(found).astype("boolean")

@@ -13,17 +13,16 @@ from cacheprobe.core.terminal import duration
 from cacheprobe.core.values import JsonDict
 from cacheprobe.sweeps.store import PLAN, SHARDS
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
-from cacheprobe.trace.parts.growing import growing_run
 from cacheprobe.trace.places import recorded_by
-from cacheprobe.trace.stored import StoredRun
+from cacheprobe.trace.stored import StoredRun, growing_run
 from cacheprobe.views.dashboard.flip_process import FlipJobs
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, whole
 from cacheprobe.views.dashboard.reader import RunReader
 from cacheprobe.views.dashboard.run_tables import RunTables
 
 if TYPE_CHECKING:
-    from cacheprobe.trace.parts.growing import GrowingRun
-    from cacheprobe.trace.parts.journal import Journal
+    from cacheprobe.trace.journal import Journal
+    from cacheprobe.trace.stored import GrowingRun
 
 
 State = Literal["growing", "interrupted", "finished", "trouble"]

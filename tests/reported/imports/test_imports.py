@@ -323,6 +323,8 @@ def test_sequences_that_stopped_early_are_cut_or_refused() -> None:
     assert made.output.sequences[0, 8:].tolist() == [0] * 5
     trace = cp.import_generate(made.output, attention_mask=made.mask, model=loaded(), stop_token_ids=[stop])
     assert trace.committed(0) == free.output.sequences[0, 5:8].tolist() and len(trace.committed(1)) == 8
+    assert trace.meta["finish"]["0"] == "stop" and len(trace.states("S", 0, 0)) == len(PROMPTS[0]) + 2
+    assert trace.events().groupby("request_id").step.nunique().tolist() == [3, 8, 8]
     require_states_of_hooks(trace, made, range(2))
     with pytest.raises(ImportRefused, match="sequence 0 ends in 5 tokens 0, .* padding after a stop token"):
         cp.import_generate(made.output, attention_mask=made.mask, model=loaded())

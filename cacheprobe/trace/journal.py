@@ -15,7 +15,7 @@ import xxhash
 from cacheprobe import __version__
 from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, TraceError, require_format
+from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, CheckedFiles, TraceError, require_format
 
 _FORMAT = "cacheprobe journal"
 _SUM = 32
@@ -41,17 +41,28 @@ class Journal:
         return self.header["run_id"]
 
     @property
-    def checksums(self) -> JsonDict:
-        """Sizes and checksums of the files of all parts, as in a manifest."""
-        named = {name: {} for name in ("files", "blocks")}
+    def files(self) -> CheckedFiles:
+        """The files of all parts."""
+        named: JsonDict = {"files": {}, "blocks": {}}
         for part in self.parts:
             for name, of_files in named.items():
                 of_files |= part[name]
-        return named
+        return CheckedFiles(self.directory, named)
 
-    def names(self, kind: str) -> list[str]:
-        """Returns the names of the files of one kind, such as "rows", in the order of the parts."""
-        return [name for part in self.parts for name in part["names"].get(kind, ())]
+    @property
+    def last_step(self) -> int:
+        """Number of the last step that the journal has; -1 without one."""
+        return self.parts[-1]["step"] if self.parts else -1
+
+    @property
+    def next_number(self) -> int:
+        """Number, in file names, of the part that follows."""
+        return self.parts[-1]["next_number"] if self.parts else 0
+
+    @property
+    def waiting(self) -> JsonDict | None:
+        """Name, size and checksum of the file with the rows that wait for their next token; None if no row waits."""
+        return self.parts[-1]["waiting"] if self.parts else None
 
     def gathered(self, key: str) -> JsonDict:
         """Returns a dict of an entry of the parts that has new values by request id; a later part replaces the value
@@ -80,23 +91,6 @@ class Journal:
             for request_id, token_ids in part["committed"].items():
                 tokens[int(request_id)] += token_ids
         return tokens
-
-
-def next_number(journal: Journal) -> int:
-    """Returns the number, in file names, of the part that follows."""
-    sizes = [*journal.checksums["files"]] + [name for name in (waiting_file(journal),) if name is not None]
-    return max((int(name.split("-")[2].split(".")[0]) for name in sizes), default=-1) + 1
-
-
-def last_step(journal: Journal) -> int:
-    """Returns the number of the last step that the journal has; -1 without one."""
-    return journal.parts[-1]["step"] if journal.parts else -1
-
-
-def waiting_file(journal: Journal) -> str | None:
-    """Returns the name of the file with the rows that wait for their next token; None if no row waits."""
-    waiting = journal.parts[-1]["waiting"] if journal.parts else None
-    return waiting["name"] if waiting else None
 
 
 def begin_journal(directory: Path, header: JsonDict) -> None:

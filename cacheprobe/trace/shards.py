@@ -11,13 +11,13 @@ from torch import Tensor
 from cacheprobe.core.values import JsonDict
 from cacheprobe.ops.state_codec import decode
 from cacheprobe.trace.manifest import BLOCK_BYTES, CheckedFiles, TraceError
-from cacheprobe.trace.state_store import tensor_key
+from cacheprobe.trace.state_store import StateStore, tensor_key
 
 KEPT_BYTES = 2**30
 """Most bytes of states that a store keeps in memory after they were asked for; a larger tensor is kept alone."""
 
 
-class ShardStore:
+class ShardStore(StateStore):
     """Reads the stored vectors that are asked for. A tensor of which as many bytes were read in pieces as it has is
     then read whole, and kept in memory."""
 
@@ -29,7 +29,7 @@ class ShardStore:
         layers: Sequence[int],
         heads: Sequence[str] = (),
     ) -> None:
-        self.sites, self.layers, self.heads = tuple(sites), tuple(layers), tuple(heads)
+        super().__init__(sites, heads, layers)
         self.files, self.shards = files, tuple(shards)
         self._kept: dict[str, Tensor] = {}
         """Whole tensors by name, the one that was used last at the end."""
@@ -57,11 +57,6 @@ class ShardStore:
         """Number n of stored vectors of a site and layer; 0 without sites."""
         key = tensor_key(self.sites[0], self.layers[0]) if self.sites else ""
         return sum(entry["shape"][0] for _, entry in self._places_of(key)) if key else 0
-
-    def all_of(self, site: str, layer: int) -> Tensor:
-        """Returns every stored vector of one site and layer as floats; shapes as in `StateStore.all_of`. Raises:
-        TraceError as `stored`."""
-        return decode(self.stored(site, layer))
 
     def stored(self, site: str, layer: int) -> Tensor:
         """Returns every vector of one site and layer as it is stored. Raises: TraceError if the bytes of the tensor, or
