@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +25,7 @@ from cacheprobe.training.settings import TrainingSettings
 CHECKPOINT = "checkpoint.safetensors"
 
 
-def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: JsonDict) -> None:
     """Writes the checkpoint of a training to one safetensors file in `folder`.
 
     tensors: weights and optimizer state, by name.  record: JSON values: step, cpu_seconds, notes and settings.
@@ -35,7 +34,7 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], record: Mappin
     write_whole(folder / CHECKPOINT, lambda path: save_file(dict(tensors), path, metadata))
 
 
-def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_checkpoint(folder: Path) -> tuple[JsonDict, dict[str, Tensor]]:
     """Returns (record, tensors by name) of the checkpoint in `folder`: the arguments that `write_checkpoint` received.
 
     Raises: ValueError if the file is missing, or is not a checkpoint.
@@ -123,7 +122,7 @@ class Loop:
         """
         self.weights, self.optimizer, self.settings, self.folder = weights, optimizer, settings, folder
         self.step, self.cpu_seconds = 0, 0.0
-        self.notes: dict[str, Any] = {}
+        self.notes: JsonDict = {}
         """Values that the caller may change after each step; the checkpoint stores these values as JSON."""
         if folder is not None and (folder / CHECKPOINT).exists():
             self._load(folder)
