@@ -60,7 +60,7 @@ class RunSettings(EngineOptions, total=False):
     sampling: SamplingParams | None
     max_new_tokens: int | None
     seed: int
-    interventions: "Intervention | Iterable[Any]"
+    interventions: "Intervention | Iterable[object]"
 
 
 class StreamSettings(RunSettings, OutputOptions, total=False):
@@ -78,7 +78,7 @@ def run(
     sampling: SamplingParams | None = None,
     max_new_tokens: int | None = None,
     seed: int = 0,
-    interventions: "Intervention | Iterable[Any]" = (),
+    interventions: "Intervention | Iterable[object]" = (),
     progress: bool = True,
     **options: Unpack[RunOptions],
 ) -> Trace:
@@ -179,7 +179,7 @@ def resume(
     *,
     drafter: Drafter | None = None,
     lens: Lens | None = None,
-    interventions: "Intervention | Iterable[Any]" = (),
+    interventions: "Intervention | Iterable[object]" = (),
     keep: "Callable[[TokenRow], bool] | None" = None,
     dictionary: Dictionary | None = None,
     memory_budget: "int | str | None" = None,
@@ -249,7 +249,7 @@ def kv_snapshot(
     prefill_chunk: int | None = None,
     pad_prefill: bool | None = None,
     path: str = "auto",
-    interventions: "Intervention | Iterable[Any]" = (),
+    interventions: "Intervention | Iterable[object]" = (),
 ) -> KVSnapshot:
     """Returns a KVSnapshot: keys and values of a prompt without its last token, computed as for deterministic requests.
 
@@ -281,7 +281,7 @@ def verify(
     trace: Trace,
     model: CachedLM | None = None,
     *,
-    interventions: "Intervention | Iterable[Any] | None" = None,
+    interventions: "Intervention | Iterable[object] | None" = None,
     progress: bool = True,
     **to: Unpack[ImportOutput],
 ) -> Replay:

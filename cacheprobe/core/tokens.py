@@ -7,7 +7,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+
+from cacheprobe.core.live import LiveModule, LiveTokenizer
 
 _SIGNS = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
 CUT = "\ufffd"
@@ -56,7 +57,7 @@ def distinct_texts(names: Sequence[str | None], decoded: Sequence[str]) -> list[
     return texts
 
 
-def texts_of_backend(backend: Any, size: int) -> list[str]:
+def texts_of_backend(backend: LiveTokenizer, size: int) -> list[str]:
     """Returns `distinct_texts` of the token ids below `size`. backend: a Tokenizer of the library tokenizers."""
     names = [backend.id_to_token(i) for i in range(size)]
     return distinct_texts(names, backend.decode_batch([[i] for i in range(size)], skip_special_tokens=False))
@@ -132,7 +133,7 @@ class TextWindow:
 # learns, and the share of variance that it explains.
 
 
-def special_token_ids(model: Any) -> tuple[int, ...]:
+def special_token_ids(model: LiveModule) -> tuple[int, ...]:
     """Returns the ids that a model's tokenizer calls special, such as the end of a turn, sorted; () without one."""
     tokenizer = getattr(model, "tokenizer", None)
     added: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})

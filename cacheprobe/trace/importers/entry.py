@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from cacheprobe.analysis.reading import readable
-from cacheprobe.core.live import require_usable_process
+from cacheprobe.core.live import LiveTokenizer, require_usable_process
 from cacheprobe.core.records import Finished
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
@@ -27,7 +27,7 @@ def import_generate(
     attention_mask: object = None,
     stop_token_ids: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,
-    tokenizer: Any = None,
+    tokenizer: LiveTokenizer = None,
     name: str | None = None,
     **to: Unpack[ImportOutput],
 ) -> Trace:
@@ -59,7 +59,7 @@ def import_vllm(
     *,
     num_prompt_tokens: "int | Iterable[int] | None" = None,
     model: CachedLM | None = None,
-    tokenizer: Any = None,
+    tokenizer: LiveTokenizer = None,
     name: str | None = None,
     **to: Unpack[ImportOutput],
 ) -> Trace:
