@@ -5,7 +5,7 @@ A request may copy a prompt that another one has read. A preempted request is re
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -169,6 +169,7 @@ class Prefill:
 # -- which passes a prompt needs
 
 
+@runtime_checkable
 class ReadsPrompts(Protocol):
     """Defines the three ways in which admitted requests get their keys and values; each takes the requests."""
 

@@ -5,6 +5,7 @@ import torch
 from transformer_lens.tools.analysis import logit_lens
 
 import cacheprobe as cp
+from cacheprobe.models.hf.lm import HuggingFaceLM
 from cacheprobe.ops.equality import close
 from cacheprobe.trace.self_checks import CaptureError
 from tests.tiny import FAMILIES, PROMPTS, SMALL, loaded
@@ -35,11 +36,11 @@ def test_every_run_checks_the_last_layer_and_the_residual(monkeypatch: pytest.Mo
     names = {check["name"]: check for check in trace.meta["checks"]}
     assert len(names) == 2 and all(check["num_rows"] > 0 and check["worst"] <= 1 for check in names.values())
     model = loaded()
-    right = type(model).read_out
-    monkeypatch.setattr(type(model), "read_out", lambda self, states: right(self, states) * 1.001)
+    right = HuggingFaceLM.read_out
+    monkeypatch.setattr(HuggingFaceLM, "read_out", lambda self, states: right(self, states) * 1.001)
     with pytest.raises(CaptureError, match="last layer's Z"):
         cp.run(model, PROMPTS, **SMALL, drafter=cp.drafters.FastPath())
-    monkeypatch.setattr(type(model), "read_out", right)
+    monkeypatch.setattr(HuggingFaceLM, "read_out", right)
     hook = ("blocks.1.hook_mlp_out", lambda value, hook: value + 1e-3)
     with pytest.raises(CaptureError, match="resid_post = resid_pre"):
         with model.bridge.hooks(fwd_hooks=[("blocks.1.hook_out", lambda value, hook: value + 1e-3)]):

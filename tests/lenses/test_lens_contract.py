@@ -13,7 +13,7 @@ from cacheprobe.core.registry import available, find
 from cacheprobe.lenses.base import Lens, LensError, require_readable, unembedding_sha256
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.hf.lm import HuggingFaceLM
 from cacheprobe.ops.equality import bitwise, close
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
@@ -71,14 +71,14 @@ def test_a_window_of_all_layers_is_one_product(name: str, trace: cp.Trace, monke
     window = rows[(rows.phase == "verify") & (rows.step == rows[rows.phase == "verify"].step.iloc[0])]
     calls: list[int] = []
     for name in ("read_out", "read_tokens"):  # the second stores no logits; None where that cannot be done
-        right = getattr(type(model), name)
+        right = getattr(HuggingFaceLM, name)
 
-        def counting(self: BridgeLM, states: torch.Tensor, *of: object, right: Any = right) -> Any:
+        def counting(self: HuggingFaceLM, states: torch.Tensor, *of: object, right: Any = right) -> Any:
             made = right(self, states, *of)
             calls.extend([len(states)] * (made is not None))
             return made
 
-        monkeypatch.setattr(type(model), name, counting)
+        monkeypatch.setattr(HuggingFaceLM, name, counting)
     table = cp.analysis.read_states(trace, lens, rows=window)
     assert len(window) > 1 and len(table) == 3 * len(window) and len(calls) == 1
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from cacheprobe.core.records import Thought
 from cacheprobe.core.values import JsonDict
@@ -37,6 +37,7 @@ class Unconfirmed:
     """New entries of `Recorder.answer_mass`."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """Lists what a DiskWriter needs: of the Recorder of a run, or of an import."""
 
