@@ -167,7 +167,8 @@ def reference(model: CachedLM, prompts: Any, *, progress: bool = True, **setting
     unused = ("max_batch", "max_kv_tokens", "draft_length")
     given = {name: value for name, value in settings.items() if name not in unused}
     plan = make_plan(model, prompts, given, max_in_flight=1, is_on_disk=to.get("out") is not None)
-    run, meta = prepare(plan, is_reference=True), _meta_of(None, to) | {"kind": REFERENCE}
+    run = prepare(plan, is_reference=True)
+    meta: JsonDict = {**_meta_of(None, to), "kind": REFERENCE}
     with to_disk(**to) as disk, _progress_bar(plan, progress) as bar:
         trace = Execution(run, [bar], disk, **meta).run()
     return _checked(plan, trace, progress)

@@ -157,7 +157,9 @@ def as_token_ids(model: CachedLM, prompt: Prompt, what: str) -> tuple[int, ...]:
     elif isinstance(prompt, str):
         ids = encode_prompt(model, prompt, f"the {what} prompt")
     else:
-        given, *others = _rows_of_encoding({**prompt}) if isinstance(prompt, Mapping) else [prompt]
+        given, *others = (
+            _rows_of_encoding(cast("Mapping[str, ModuleValue]", prompt)) if isinstance(prompt, Mapping) else [prompt]
+        )
         if others:
             raise ValueError(f"the {what} prompt is one text, and {1 + len(others)} rows of input_ids were given")
         ids = given_ids(model, cast("Iterable[object]", given), f"the {what} prompt")

@@ -73,7 +73,7 @@ def _thinking_facts(name: str, folder: Path) -> ModelFacts:
 def _plain_facts(name: str) -> ModelFacts:
     """Returns the ModelFacts of a Hugging Face model. Raises: ModelError if it cannot be read or is not supported."""
     from transformers import CONFIG_NAME, AutoConfig, AutoTokenizer
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     from cacheprobe.models.hf.masks import context_length
     from cacheprobe.models.known import SMOLLM2, require_known

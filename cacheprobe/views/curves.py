@@ -164,7 +164,7 @@ def _by_place(table: pd.DataFrame) -> go.Figure:
     figure, groups = Figure(), list(table.groupby("name", sort=False))
     for i, (name, lines) in enumerate(groups[:MOST_CURVES]):
         lines, hover = lines.sort_values("place"), "position %{x} in the draft: %{y:.1%} accepted"
-        _add(figure, i, str(name), lines, "share", _dash(lines), hover, x="place")
+        _add(figure, i, str(name), lines, "share", _dash(lines), hover, "place")
     first = table[table.place == table.place.min()]
     best = first.loc[first.share.idxmax()]
     title = f"First draft token accepted at most in {best.share:.0%}, by {_place_of(best)}"
@@ -175,18 +175,19 @@ def _by_place(table: pd.DataFrame) -> go.Figure:
 
 
 def _add(
-    figure: go.Figure, i: int, name: str, lines: pd.DataFrame, column: str, dash: str, hover: str, **settings: object
+    figure: go.Figure, i: int, name: str, lines: pd.DataFrame, column: str, dash: str, hover: str,
+    x: str = "layer", /, **settings: object,
 ) -> None:  # fmt: skip
-    """Adds curve number `i` of a column. hover: with plotly's places for the numbers.  settings: as in `curve`."""
+    """Adds curve number `i` of a column. hover: with plotly's places for the numbers.  x, settings: as in `curve`."""
     style = {"color": COLOURS[i], "symbol": SYMBOLS[i], "dash": dash}
-    curve(figure, lines, column, markup(shorten(name, 60)), f"{markup(name)}<br>{hover}", style, **settings)
+    curve(figure, lines, column, markup(shorten(name, 60)), f"{markup(name)}<br>{hover}", style, x, **settings)
 
 
 def _finish(figure: go.Figure, title: str, num_curves: int) -> None:
     """Sets title and layout; the title says how many curves are left out."""
     more, legend = _left_out(num_curves - MOST_CURVES, "curves"), dict(orientation="h", x=0, y=-0.2, yanchor="top")
-    layout = dict(top=56, bottom=130, left=52, legend=legend, dragmode=False, showlegend=True)
-    set_layout(figure, f"{title}{more}", 420, **layout)
+    title = f"{title}{more}"
+    set_layout(figure, title, 420, top=56, bottom=130, left=52, legend=legend, dragmode=False, showlegend=True)
 
 
 def _dash(lines: pd.DataFrame) -> str:

@@ -93,7 +93,7 @@ def panels(titles: Sequence[str], *, lines: int = 1, **settings: object) -> Figu
 
 def curve(
     figure: go.Figure, table: pd.DataFrame, column: str, name: str, hover: str, style: Mapping[str, str],
-    *, x: str = "layer", **settings: object,
+    x: str = "layer", /, **settings: object,
 ) -> None:  # fmt: skip
     """Adds a curve of a column by column `x`. hover: hover text, with plotly's places for the numbers.  style: color,
     and perhaps dash and symbol, as in STATUS_STYLES.  settings: of the curve, as plotly names them."""

@@ -63,8 +63,8 @@ class FastLM(CopiedLM):
     stop_token_ids = _of_origin("stop_token_ids")  # pyright: ignore[reportAssignmentType]
     stop_source = _of_origin("stop_source")  # pyright: ignore[reportAssignmentType]
     prepend_bos = _of_origin("prepend_bos")  # pyright: ignore[reportAssignmentType]
-    weights_checksum = _of_origin("weights_checksum")
-    weights_sha256 = _of_origin("weights_sha256")
+    weights_checksum = _of_origin("weights_checksum")  # pyright: ignore[reportIncompatibleMethodOverride]
+    weights_sha256 = _of_origin("weights_sha256")  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(self, origin: BridgeLM, functional: bool = True) -> None:
         """Builds the plain model around the weights of the BridgeLM `origin`. functional: compute without modules in

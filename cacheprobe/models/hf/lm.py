@@ -46,6 +46,7 @@ class BaseLM(TokenText, ABC):
     n_layers: int
     d_model: int
     n_ctx: int
+    device: torch.device
     injected_layers: tuple[int, ...] = ()
     mixtures: Mapping[int, MixtureLayer] = {}
     """Mixtures of experts by layer."""

@@ -26,7 +26,7 @@ from cacheprobe.views.dashboard.tabs.lens import RowCard
 from cacheprobe.views.dashboard.tabs.rejected import walk
 from cacheprobe.views.dashboard.tabs.replay import overview
 from cacheprobe.views.dashboard.tabs.text import range_view
-from cacheprobe.views.dashboard.view import csv_text
+from cacheprobe.views.dashboard.view import View, csv_text
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against", "measure")
 """Ids of the menus and the slider, in the order of assets/talk.js."""
@@ -151,13 +151,20 @@ class Answers:
 
 def views_of(run_list: RunList) -> Views:
     """Returns a dict from the name of each of the page's questions to the function that answers it."""
-    drawn = {name: lambda question, view=view: view(run_list, question).draw() for name, view in VIEWS.items()}
-    others = {
+
+    def of_tab(view: Callable[[RunList, PageQuestion], View], question: PageQuestion) -> str | PageAnswer:
+        """Returns what a tab draws."""
+        return view(run_list, question).draw()
+
+    views: Views = {name: partial(of_tab, view) for name, view in VIEWS.items()}
+    others: dict[str, Callable[[RunList, PageQuestion], str | PageAnswer]] = {
         "facts": facts.run_facts, "growth": facts.growth, "story": facts.request_story, "overview": overview,
         "walk": walk, "range": range_view, "export": export,
     }  # fmt: skip
-    insight = {"insight": lambda question: RowCard(run_list, question).sentence()}
-    return drawn | insight | {name: partial(function, run_list) for name, function in others.items()}
+    for name, function in others.items():
+        views[name] = partial(function, run_list)
+    views["insight"] = lambda question: RowCard(run_list, question).sentence()
+    return views
 
 
 def export(run_list: RunList, question: PageQuestion) -> PageAnswer:

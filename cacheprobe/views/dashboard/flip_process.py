@@ -54,9 +54,10 @@ class FlipJob:
     def start(self) -> None:
         """Starts the process, and a thread that reads its output. Keeps the reason if it cannot be started."""
         errors = TemporaryFile("w+", errors="replace")
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
         try:
-            self.process = subprocess.Popen(WORKER, text=True, **pipes)
+            self.process = subprocess.Popen(
+                WORKER, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            )
         except OSError as error:
             self.error = f"the background process cannot be started: {error}; {self._remedy}"
             return

@@ -25,9 +25,9 @@ _PANEL, _BARS = 210, 46
 """Least width in pixels of a panel beside others, and of a group of bars with its name."""
 
 
-def button(label: str, is_chosen: bool = False, **data: object) -> str:
+def button(label: str, is_chosen: bool = False, /, **data: object) -> str:
     """Returns HTML of a button. label: plain text.  data: values of its data-attributes, by name."""
-    about = "".join(f' data-{name}="{markup(value)}"' for name, value in data.items())
+    about = "".join(f' data-{name}="{markup(str(value))}"' for name, value in data.items())
     return f'<button class="plain{" chosen" * is_chosen}"{about}>{markup(label)}</button>'
 
 

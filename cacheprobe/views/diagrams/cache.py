@@ -79,7 +79,7 @@ def cache_piece(
     return TitledPicture(f"{owner[0].upper()}{owner[1:]} {held}: {parts}", "", body)
 
 
-PROVENANCE_STYLES = {
+PROVENANCE_STYLES: dict[str, tuple[str, str | None]] = {
     "prefill": ("blue", None),
     "edited": ("grey", "crossed-grey"),
     "decoded": ("grey", None),
