@@ -54,7 +54,9 @@ def sweep(
 
 
 def query(sweep: str, sql: str, *, out: Path | None = None, all_versions: bool = False) -> None:
-    """Query the results of a sweep in SQL. Tables: cells, layers, and of every shard hypotheses, rows, events, ledger.
+    """Query the results of a sweep in SQL.
+
+    Tables of the whole sweep: cells, layers. Tables joined from all shards: hypotheses, rows, events, ledger, thoughts.
 
     Parameters
     ----------

@@ -61,8 +61,8 @@ class Difference:
 
 
 class RecomputeChecker:
-    """Owns the checks that a token has the same bits whatever else is in its pass: `trial` before a run; `plan` and
-    `compare` for each pass, some of which compute the tokens of one request twice.
+    """Checks that a token has the same bits whatever else is in its pass. `trial` checks it before a run. `plan` and
+    `compare` check it in each pass; some passes compute the tokens of one request twice for this.
 
     Requests with interventions or a KVSnapshot are not computed twice, nor are those of a cache that does not allow it.
     """

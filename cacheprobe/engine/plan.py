@@ -306,8 +306,8 @@ def _check_cached(request: Request, model: CachedLM) -> None:
         raise ValueError(f"{name}: cached must be KVSnapshot from cp.kv_snapshot(...), got a {type(cached).__name__}")
     if len(cached) >= request.num_prompt_tokens:
         raise ValueError(
-            f"{name}: cached holds {len(cached)} positions, the prompt {request.num_prompt_tokens} tokens; its "
-            f"last one is read, so that it chooses the next: use cached.cut({request.num_prompt_tokens - 1})"
+            f"{name}: cached holds {len(cached)} positions, but the prompt only {request.num_prompt_tokens} tokens; "
+            f"the run must read the prompt's last token itself: use cached.cut({request.num_prompt_tokens - 1})"
         )
     if cached.token_ids != request.prompt_token_ids[: len(cached)]:
         raise ValueError(f"{name}: cached was read from another text than the prompt's first {len(cached)} tokens")

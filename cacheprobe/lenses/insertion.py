@@ -100,14 +100,15 @@ def inserted(target: TargetPrompt, states: Float[Tensor, "n m"], layers: Int[Ten
     """
     height, n_layers = target.cache.rows, target.model.n_layers
     token_ids = torch.tensor([target.suffix] * height)
-    for places in torch.arange(len(states)).split(height):
-        filled = torch.cat([places, places[-1:].expand(height - len(places))])
-        given, at = states[filled.to(states.device)], layers.cpu()[filled]
+    for indices in torch.arange(len(states)).split(height):
+        # a smaller last batch is padded with its last state, so that every batch has the same shape and bits
+        padded = torch.cat([indices, indices[-1:].expand(height - len(indices))])
+        given, at = states[padded.to(states.device)], layers.cpu()[padded]
         with target.model.editing(*_edits(given, at)):
             last = target.run(token_ids, target.position, n_layers)[:, -1].to(states.device)
-        if len(target.suffix) == 1:
+        if len(target.suffix) == 1:  # nothing follows the last layer: the state as given, not in the model's dtype
             last = torch.where((at == n_layers - 1).to(last.device)[:, None], given, last)
-        yield Residuals(places, last[: len(places)])
+        yield Residuals(indices, last[: len(indices)])
 
 
 def continued(target: TargetPrompt, first: Sequence[int], count: int) -> list[list[int]]:

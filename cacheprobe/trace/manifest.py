@@ -179,8 +179,9 @@ class CheckedFiles:
         return data[start - begin : stop - begin]
 
     def _damage(self, name: str, data: np.ndarray, first: int) -> str | None:
-        """Returns the first block of `data`, which begins with block number `first`, that differs from its checksum, as
-        a text "bytes 0 to 99"; None if all are equal."""
+        """Compares each block of `data` with its checksum. Returns the place in the file of the first block that
+        differs, as text such as "bytes 0 to 99"; None if no block differs. first: number of the first block in
+        `data`."""
         sums = self.blocks[name]
         for at in range(0, len(data), BLOCK_BYTES):
             block, number = data[at : at + BLOCK_BYTES], first + at // BLOCK_BYTES

@@ -286,8 +286,11 @@ class GrowingRun(StoredRun):
         return {}
 
     def _labelled(self, rows: pd.DataFrame, since: int) -> pd.DataFrame:
-        """Returns the rows table with what the parts from number `since` on gave to earlier rows: role, status and
-        state_index. `rows` is unchanged."""
+        """Returns a copy of the rows table with role, status and state_index filled in.
+
+        A row can get these values in a later part of the journal than its own. since: number of the first part whose
+        values are filled in. A row that still has no role gets "given_up" as its role and status.
+        """
         names = ("role", "status", "state_index")
         rows = rows.assign(**{name: rows[name].to_numpy(copy=True) for name in names})
         labelled = [line for part in self.journal.parts[since:] for line in part["labelled"]]

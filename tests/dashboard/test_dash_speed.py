@@ -5,14 +5,16 @@ The slow test counts on a long run, and prints the seconds too, which it does no
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
+from cacheprobe.trace.manifest import CheckedFiles
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard import facts
 from cacheprobe.views.dashboard.run_list import RunList
@@ -150,11 +152,14 @@ def test_a_click_reads_no_file_twice(short_run: Path, monkeypatch: pytest.Monkey
     """Reading files is what a click would wait for: each table is read once, and the lens readings of each request."""
     tables: list[str] = []
     readings: list[int] = []
-    whole, of_request = StoredRun._table, StoredRun._read_readings
+    whole, of_request = StoredRun._table, CheckedFiles.lines
+
+    def lines(self: CheckedFiles, name: str, key: str, values: Sequence[int], *of: Any) -> Any:
+        readings.extend(values if key == "request_id" else ())
+        return of_request(self, name, key, values, *of)
+
     monkeypatch.setattr(StoredRun, "_table", lambda self, name: (tables.append(name), whole(self, name))[1])
-    monkeypatch.setattr(
-        StoredRun, "_read_readings", lambda self, request: (readings.append(request), of_request(self, request))[1]
-    )
+    monkeypatch.setattr(CheckedFiles, "lines", lines)
     for views in views_of_clicks(short_run, [(1, 4), (2, 8), (1, 6), (2, 4), (1, 4)]):
         for view in views.values():
             view()

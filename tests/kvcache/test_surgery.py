@@ -167,7 +167,7 @@ def nan(old: Tensor) -> Tensor:
             "the rows' values of layer 0 hold NaN or infinity.*even where they are masked",
         ),
         (lambda rows: rows.cut(6), "cannot be cut to 6"),
-        (lambda rows: went_on(rows, PROMPT[:5]), "last one is read.*cached.cut.4."),
+        (lambda rows: went_on(rows, PROMPT[:5]), "must read the prompt's last token.*cached.cut.4."),
         (lambda rows: went_on(rows, OTHER), "read from another text"),
         (
             lambda rows: cp.run(loaded(), cp.Request(PROMPT, cached=rows, is_deterministic=True), **LIGHT),

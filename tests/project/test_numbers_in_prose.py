@@ -270,9 +270,7 @@ def test_the_numbers_of_a_sentence_are_stored(
 
 def test_the_short_table_of_thinking_states_is_that_of_the_results() -> None:
     """Each "here" is the cell for 10 to 100 operations of one line of the table that a script writes."""
-    page, appendix = (
-        (ROOT / "docs" / name).read_text() for name in ("thinking-states.md", "tables/thinking-main.txt")
-    )
+    page, appendix = ((ROOT / "docs" / name).read_text() for name in ("thinking-states.md", "tables/thinking-main.txt"))
     lines = [line.split(" | ") for line in appendix.splitlines() if line.startswith(("| coin-flip |", "| variables |"))]
     stored = {tuple(cell.strip("|` ") for cell in line[:3]): (line[3].strip(), line[6].strip()) for line in lines}
     shown = re.findall(r"^\| (coin flip|variables) \| (.*?) \| (.*?) \| (.*?) \|$", page, re.MULTILINE)

@@ -170,7 +170,8 @@ class _Preparing(QueuedOperations):
 
 
 class _PreparedPass:
-    """Computes all blocks in passes of one shape over one cache, whose tensors it keeps alive."""
+    """Holds the queued operations of all blocks for passes of one shape over one cache, and runs them in each such
+    pass. Keeps the tensors of the cache alive."""
 
     def __init__(self, model: BlockForward, operations: _Preparing, inputs: PassInputs) -> None:
         """Prepares passes that have the shapes of `inputs`. Raises: NotPreparedError if torch computes a part."""

@@ -88,6 +88,7 @@ def multiply_tile(_typing, kind, format, rows, outputs, fetches, places):
     fetches: 1 to load the weights of the next outputs into the processor's cache meanwhile, else 0.  places: addresses
     and sizes of the `TilePlaces`, all int64, in this order.
     """
+    # numba calls this while it compiles, so each argument is a type; None refuses a call without literal constants
     literals = kind, format, rows, outputs, fetches
     if not all(isinstance(one, types.IntegerLiteral) for one in literals):
         return None
@@ -95,9 +96,11 @@ def multiply_tile(_typing, kind, format, rows, outputs, fetches, places):
 
     def make(context, builder, _signature, args):
         """Emits LLVM code for the tile."""
-        given = zip(cgutils.unpack_tuple(builder, args[5], len(places)), places, strict=True)
+        numbers = cgutils.unpack_tuple(builder, args[5], len(places))  # args[5] holds the LLVM values of `places`
         if kind.literal_value != TILES:  # numba compiles branches that are never taken
-            _emit(builder, shape, TilePlaces(*(context.cast(builder, one, of, types.int64) for one, of in given)))
+            pairs = zip(numbers, places, strict=True)
+            as_int64 = [context.cast(builder, number, its_type, types.int64) for number, its_type in pairs]
+            _emit(builder, shape, TilePlaces(*as_int64))
         return context.get_dummy_value()
 
     return types.void(*literals, places), make

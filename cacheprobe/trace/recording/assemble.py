@@ -152,7 +152,7 @@ def _thinking(model: CachedLM) -> dict[str, object] | None:
 
 
 def _answered(model: CachedLM, request: Request, text: str) -> str:
-    """Returns a generated text, after a <think> if the prompt ends inside of reasoning."""
+    """Returns the generated text. Puts "<think>" before it if the prompt ends inside a block of reasoning."""
     ids = request.prompt_token_ids
     shown = [visible(token) for token in model.token_texts(ids)]
     spans = spans_of(request, ids, shown, special_token_ids(model), "<think>", "</think>")

@@ -73,8 +73,11 @@ def rejected_drafts(
 
 
 def with_layers(table: pd.DataFrame, decided: pd.DataFrame | None) -> pd.DataFrame:
-    """Returns all columns of `Trace.rejected`. table: from `rejected_drafts`.  decided: from `layers_that_decided`; if
-    None, these columns are null."""
+    """Returns the table of `Trace.rejected`: `table` with the columns of `decided` joined to it.
+
+    table: from `rejected_drafts`.  decided: from `layers_that_decided`; if it is None, the columns that it would add
+    are null.
+    """
     return typed(table if decided is None else table.join(decided), "Trace.rejected")
 
 

@@ -124,9 +124,13 @@ def text_parts(
 
 def with_feature(parts: TextParts, features: pd.DataFrame, feature: int) -> TextParts:
     """Returns the parts with a column feature of `tokens`: the activation of one feature in the committed row that
-    reads the token; 0 where it is not among the row's features, though fewer of these are there than of another row.
-    Null where it is not known: no row reads the token, or no features of the row are there, or only the largest.
-    features: of the request, with the columns of `Trace.features`."""
+    reads the token.
+
+    A row lists only its largest features. A list that is as long as the longest one may be cut off; a shorter list is
+    complete. The value is 0 if the list is complete and lacks the feature. The value is null if the list may be cut
+    off and lacks the feature, if the row lists no feature, or if no row reads the token.
+    features: of the request, with the columns of `Trace.features`.
+    """
     committed = features[features.status == "committed"]
     counts = committed.groupby("position").size()
     most = int(features.groupby("row").size().max()) if len(features) else 0

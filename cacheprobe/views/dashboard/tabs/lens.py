@@ -103,8 +103,8 @@ class LensGridPage(AtRow):
         return page
 
     def draw(self) -> str:
-        """Returns HTML of the grid. The attributes data-first and data-last of the element are the first and last
-        position of the page."""
+        """Returns HTML: a heading, a note, and the grid for one page of positions. The attributes data-first and
+        data-last of the grid's div are the first and last position of that page."""
         tables, request, page = self.tables, self.request, self.page
         is_recorded = self.question["lens"] == RECORDED and tables.run.has_readings
         # the finding of the whole request, as in the report; the page's readings are then lines of the whole ones
