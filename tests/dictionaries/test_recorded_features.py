@@ -1,5 +1,6 @@
 """Features recorded during a run, without the states: the same numbers as from stored states, rejected drafts too."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import cacheprobe as cp
 from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
-from cacheprobe.trace.recording.features import FeatureRecorder
+from cacheprobe.trace.recording.features import FeatureRecorder, FoundFeatures
+from cacheprobe.trace.recording.recorder import Recorder
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -100,16 +102,27 @@ def test_a_failed_pass_leaves_no_features(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_features_of_a_failed_pass_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
-    monkeypatch.setattr(FeatureRecorder, "drop_from", lambda self, first: None)
+    """The control: features under the numbers of earlier rows, as many as the failed pass had."""
+    lost: list[Any] = []
+    fail, add = Recorder.on_failure, FeatureRecorder.add
+
+    def counting(self: Recorder, step: int) -> None:
+        lost.extend(row for recorded in self._unconfirmed.passes for row in recorded.rows)
+        fail(self, step)
+
+    def shifted(self: FeatureRecorder, numbers: Mapping[int, int], found: FoundFeatures | None) -> None:
+        add(self, {row: max(0, number - len(lost)) for row, number in numbers.items()}, found)
+
+    monkeypatch.setattr(Recorder, "on_failure", counting)
+    monkeypatch.setattr(FeatureRecorder, "add", shifted)
     with pytest.raises(AssertionError, match="features of another row"):
         test_a_failed_pass_leaves_no_features(monkeypatch)
 
 
 def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: features of the neighbour's state."""
-    right = FeatureRecorder.add
-    monkeypatch.setattr(FeatureRecorder, "add", lambda self, n, rows, states: right(self, n, rows, states.roll(1, 0)))
+    right = FeatureRecorder.find
+    monkeypatch.setattr(FeatureRecorder, "find", lambda self, rows, states: right(self, rows, states.roll(1, 0)))
     with pytest.raises(AssertionError):
         test_they_are_those_of_the_stored_states("topk", "S", 1, torch.float32)
 

@@ -1,6 +1,6 @@
 """What sharing saves: a patching grid of the residual stream against TransformerLens' own sweep of the same grid.
 
-SmolLM2 in float32, all layers x all positions of a pair of 24 tokens, in one process with the same threads. Theirs is
+SmolLM2 in float32, all layers x all positions of a pair of 23 tokens, in one process with the same threads. Theirs is
 `transformer_lens.patching.get_act_patch_resid_pre` on the bridge whose weights our fast forward shares. Two
 pairs: a coin that lies heads and one that lies tails, where what stands before that word is the same in both runs and
 costs us nothing; and the same with another first token too, so that every cell has to be computed. The first pair is
@@ -22,7 +22,7 @@ from cacheprobe_benchmarks.shared.machine import machine, measuring, say
 from cacheprobe_benchmarks.states.patching_precision import SWEEPS, apart, farthest_apart, our_sweep, precision, sanity
 
 PEOPLE = (("Tim", True), ("Arthur", True))
-TOKENS = 24
+TOKENS = 23
 SMALL = {"tokens": 8}
 
 
@@ -37,7 +37,7 @@ class Compared(NamedTuple):
 def run(rounds: int, *, tokens: int = TOKENS) -> dict[str, Any]:
     """Ratios of seconds, theirs over ours, medians over interleaved rounds; higher is better. Pair two runs once.
 
-    tokens: of the pair, from its start; the coin's side is token 6.
+    tokens: of the pair, from its start; the coin's side is token 5.
     """
     torch.set_num_threads(2)
     model = cp.load_model("smollm2-135m", dtype="float32")
