@@ -150,8 +150,9 @@ class BridgeLM(HookedSites, HuggingFaceLM):
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix
         [v, m], bias, and the architecture's softcap or scale."""
-        unembed = self.bridge.unembed
-        return OutputParts(self.bridge.ln_final.original_component, unembed.W_U.T, unembed.b_U, self.head.finish)
+        unembed, norm = self.bridge.unembed, self.head.norm
+        norm = getattr(norm, "original_component", norm)
+        return OutputParts(norm, unembed.W_U.T, unembed.b_U, self.head.finish)
 
     def head_writer(self, layer: int) -> HeadWriter:
         """Returns the steps from one layer's attention heads to the residual stream as a HeadWriter: output projection

@@ -203,14 +203,14 @@ class StepForward:
         return own.replace(parameters=list(own.parameters.values())[1:])
 
 
-def _limited(least: float, most: float, func: Callable[..., Tensor], args: Sequence[object], kwargs: dict) -> Tensor:
+def _limited(least: float, most: float, func: Callable[..., object], args: Sequence[object], kwargs: dict) -> object:
     """Returns the result of a torch function, limited if it is a softplus: the time steps.
 
     transformers limits those of several tokens and not those of one, so that Nemotron-H, whose steps have a lower
     limit, computes a text otherwise than its tokens one by one.
     """
     result = func(*args, **kwargs)
-    return result.clamp(least, most) if func is nn.functional.softplus else result
+    return result.clamp(least, most) if func is nn.functional.softplus and isinstance(result, Tensor) else result
 
 
 def step_by_step(
