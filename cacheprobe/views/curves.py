@@ -261,8 +261,8 @@ def _draw_curves(figure: go.Figure, table: pd.DataFrame, column: str, across: st
         lines = table[groups == name].sort_values(across, kind="stable")
         mode = "lines+markers" if lines[across].is_unique else "markers"
         error_y = error_bars(lines, column) if _has_interval(table, column) else None
-        more = dict(x=across, mode=mode, error_y=error_y, showlegend=len(names) > 1)
-        _add(figure, i, name, lines, column, "solid", f"{across} %{{x}}: %{{y:.4g}}", **more)
+        more = dict(mode=mode, error_y=error_y, showlegend=len(names) > 1)
+        _add(figure, i, name, lines, column, "solid", f"{across} %{{x}}: %{{y:.4g}}", across, **more)
     figure.update_xaxes(title=across, **(layer_ticks(table[across]) if across == "layer" else {}))
     return _left_out(len(names) - MOST_CURVES, "curves")
 

@@ -46,7 +46,7 @@ def part_of(name: str) -> str:
     return max(names, key=len, default=name.split(".")[0])
 
 
-LONGEST_FILE, LARGEST_MEDIAN = 400, 180
+LONGEST_FILE, LARGEST_MEDIAN = 400, 185
 """Lines. The median was 150 while the package had 551 files: two fifths of them were folded into their only callers."""
 
 HOOK_NAME = re.compile(r"(^|[^\w ])blocks\\?\.|\bblocks\.\d|hook_(resid|attn|mlp|embed|pos_embed|normalized|scale)")
