@@ -210,8 +210,9 @@ class RecordedExit:
         self._stops = frozenset(cast("tuple[int, ...]", text.sampling.stop_token_ids or ()))
 
     def draft(self, position: int, limit: int) -> Draft:
-        """Returns the draft after the committed token at `position`. A draft goes on to its limit after a wrong token,
-        unless this token is a stop token."""
+        """Returns the Draft after the committed token at `position`, at most `limit` places, as probabilities. Places
+        with a recorded row have a token. Later places have one only if an earlier token was wrong: if all were right,
+        the text ended there. A stop token that is surely wrong ends the draft."""
         start = position - self._text.first
         agrees = self._agrees[start : start + limit]
         surviving = float(agrees.prod())

@@ -330,7 +330,9 @@ def _values(
 
 
 def _texts(rows: pd.DataFrame) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yields (status, places in `rows` of a text's tokens) of each request, and of each of its rejected drafts."""
+    """Yields the texts of each request as (status, line numbers in `rows`). The first is "committed": all committed
+    rows, by position. Each rejected draft gives one more, "rolled_back": the committed rows before the draft, then the
+    rows of the draft."""
     place = pd.Series(range(len(rows)), rows.index)
     for _, own in rows.groupby("request_id", sort=True):
         kept = own[own.status == "committed"].sort_values("position")

@@ -174,8 +174,8 @@ def _by_head(trace: "Trace", writer: HeadWriter, layer: int, z: Tensor, attentio
 
 
 def _logits(model: CachedLM, output: OutputParts, norm: FrozenNorm, last: Tensor) -> Tensor:
-    """Returns the row's logits [v] from the final norm and the unembedding, before a softcap or a scale. Raises:
-    ModelError if the model computes others."""
+    """Returns the logits [v] of one row, before a softcap or a scale: its last residual stream `last` [m] after the
+    final norm, times the unembedding. Raises: ModelError if the model's own logits differ by more than rounding."""
     logits = (norm(last[None])[0] + norm.bias) @ output.weight.double().cpu().T
     logits = logits if output.bias is None else logits + output.bias.double().cpu()
     model_logits = model.read_out(last.to(model.device, model.dtype)[None])[0].double().cpu()

@@ -222,8 +222,9 @@ class Committer:
         return token_id
 
     def verify_draft(self, entry: Entry, logits: Tensor, top_choice: Sequence[Choice | None]) -> Verdict:
-        """Returns the Verdict on a request's draft, from the verify pass's logits [t, v]. Commits no token. top_choice:
-        for each token that the request fed."""
+        """Returns the Verdict on a request's draft, from the verify pass's logits [t, v]. Commits no token.
+        top_choice: for each token that the request fed, the Choice of its largest logit; None if the model has no
+        compiled loops."""
         state, draft, start = entry.state, tuple(entry.state.draft), entry.start + 1
         logits = logits[: len(entry.token_ids)]
         acceptance = "equality" if state.request.is_deterministic else self.config.acceptance

@@ -209,7 +209,8 @@ def zero_slots(
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Returns a zero tensor. Twin: torch.zeros, the same values; torch writes all of them at once."""
+    """Returns a zero tensor. On a Linux CPU, a large one takes memory only where something is written later.
+    Twin: torch.zeros, the same values, all memory at once."""
     num_bytes = prod(shape) * dtype.itemsize
     if not is_mapped(device) or num_bytes < _LEAST_MAPPED:
         return torch.zeros(shape, dtype=dtype, device=device)

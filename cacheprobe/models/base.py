@@ -29,7 +29,8 @@ t times. Copy [:, -1:] only: a copy of all costs time quadratic in t. Of a retur
 
 
 class BlockSum(NamedTuple):
-    """Describes how a block adds up: S = scale * S of the layer below + T + C; C is a sum of `mlp_parts` parts."""
+    """Describes how a block adds up: S = scale * (S of the layer below) + T + C. T and C are as captured, and not
+    scaled again. C is the sum of the outputs of `mlp_parts` modules."""
 
     scale: float = 1.0
     mlp_parts: int = 1

@@ -69,7 +69,7 @@ def invariant_experts(experts: LiveModule, states: Tensor, expert_ids: Tensor, w
     """Returns, for states [n, m], the sum of the outputs of each token's k experts, times their weights: [n, m].
 
     expert_ids, weights: [n, k]. The sum is in float32 (in float64 for a float64 model), in ascending order of the ids.
-    Twin: the class's own forward, close(1e-5) in float32, since sums are in another order.
+    Twin: the forward of the experts' own class in transformers, close(1e-5) in float32: sums are in another order.
     """
     width, top_k = states.shape[-1], expert_ids.shape[-1]
     flat = states.reshape(-1, width)

@@ -313,9 +313,11 @@ class Accuracy:
 def accuracy_by(
     examples: Sequence[Example], texts: Sequence[str], group: Callable[[Example], Key]
 ) -> dict[Key, Accuracy]:
-    """Returns a dictionary value of `group(example)` -> Accuracy of the examples with that value, in ascending order.
+    """Groups the examples by `group(example)`. Returns a dictionary from each group to its Accuracy, in ascending
+    order.
 
     texts: what the model generated after each example's prompt.  group: for one, `lambda example: len(example.events)`.
+    Raises: ValueError without examples, and for another number of texts.
     """
     if not examples or len(examples) != len(texts):
         raise ValueError(f"give one text for each of one or more examples, got {len(examples)} and {len(texts)}")

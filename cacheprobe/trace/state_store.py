@@ -41,7 +41,7 @@ class StateStore:
         return decode(self.stored(site, layer)[indices])
 
     def num_rows(self) -> int:
-        """Number n of stored vectors of a site and layer; 0 without sites."""
+        """Number of rows with stored states, the same for every site and layer; 0 if none of S, T and C is kept."""
         return len(self.stored(self.sites[0], self.layers[0])) if self.sites else 0
 
 

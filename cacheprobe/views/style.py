@@ -50,8 +50,8 @@ _SCALES = {
 
 
 class Figure(go.Figure):
-    """Holds a plotly figure that is shown without plotly's button for uploading the data: FIGURE_CONFIG is the default
-    `config`."""
+    """A plotly figure without plotly's button for uploading the data. `show`, `to_html` and `write_html` use
+    FIGURE_CONFIG unless another `config` is given."""
 
     def show(self, *args: object, **settings: object) -> object:
         """Shows the figure as `go.Figure.show` does, with FIGURE_CONFIG (no upload button, no logo) as the defaults of

@@ -7,7 +7,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, token_history
-from cacheprobe.views.report.insight import first_insight, insight, opening
+from cacheprobe.views.report.insight import first_insight, first_to_show, insight
 from cacheprobe.views.report.report import report_html
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -62,7 +62,7 @@ def test_each_fate_has_its_words(first: tuple[int, ...], outcomes: tuple[TokenOu
 def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
     trace = cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
     events = trace.events()
-    at = opening(events)
+    at = first_to_show(events)
     assert at is not None
     partial = [(int(e.step), int(e.request_id)) for e in events.itertuples()
                if e.phase == "verify" and 0 < e.num_accepted < len(e.draft_token_ids)]  # fmt: skip
@@ -78,7 +78,8 @@ def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
     assert [token.outcome for token in own][-1] == "recovered"
     assert first_insight(None, trace.row_table, events, texts) == said.split(". ")[0]
     nothing = cp.run(loaded(), PROMPTS[:1], **SMALL)
-    assert opening(nothing.events()) is None and first_insight(None, nothing.row_table, nothing.events(), {}) == ""
+    assert first_to_show(nothing.events()) is None
+    assert first_insight(None, nothing.row_table, nothing.events(), {}) == ""
 
 
 def test_a_whole_window_that_ends_its_request_has_no_token_of_the_verifiers_own() -> None:
@@ -94,7 +95,7 @@ def test_a_whole_window_that_ends_its_request_has_no_token_of_the_verifiers_own(
         ]
     )  # fmt: skip
     rows = pd.DataFrame(columns=["request_id", "position", "step", "num_layers"])
-    at = opening(events)
+    at = first_to_show(events)
     assert at is not None and at.position == 8
     assert (
         first_insight(None, rows, events, TEXTS) == "request 0, step 2: “A”, drafted in step 1, was accepted in step 2"

@@ -130,8 +130,8 @@ def as_answer(model: CachedLM, answer: Answer, prompt: Sequence[int]) -> tuple[i
 
 
 def one_token(model: CachedLM, answer: Answer, prompt: Sequence[int]) -> int:
-    """Returns the token id of an answer of one token, where a number belongs to one. Arguments and errors: as in
-    `as_answer`; ValueError for several tokens, too."""
+    """Returns the id of an answer that must be a single token, because one number is computed of it. Arguments and
+    errors: as in `as_answer`; ValueError for several tokens, too."""
     ids = as_answer(model, answer, prompt)
     if len(ids) != 1:
         raise ValueError(

@@ -120,8 +120,12 @@ def held_out_scores(
 def _of_layers(
     states: Tensor, targets: Tensor, folds: Tensor, num_folds: int, widths: Sequence[int], strengths: Sequence[float]
 ) -> HeldOut:
-    """Returns the HeldOut (scores and penalties) of a few layers, each fold scored by probes fitted outside the
-    fold."""
+    """Returns the HeldOut of a few layers. For each fold, the penalty of each layer and set of labels is the one that
+    scores the next fold best; then probes with it are fitted outside the fold, and score the fold.
+
+    states: [l, n, m].  targets: [n, q], sets of labels side by side, `widths` columns each.  strengths: s penalties.
+    The penalties that are returned are those of the first set.
+    """
     states, targets = states.double(), targets.double()
     penalties = torch.tensor(sorted(strengths, reverse=True), dtype=torch.float64)
     scores = states.new_zeros(*states.shape[:2], targets.shape[1])

@@ -289,8 +289,8 @@ class KernelOperations(Operations):
     def attend(
         self, cache: StagedCache, layer: int, q: Float[Tensor, "b h t d"], scale: float | None
     ) -> Float[Tensor, "b t w"]:
-        """Returns attention outputs [b, t, h * d] of queries whose keys and values are stored at the staged
-        positions."""
+        """Returns attention outputs [b, t, h * d] of the queries q. The keys and values of these tokens are already in
+        the cache. scale: of the scores; None for d ** -0.5."""
         placed, factor = cache.placed(q.device), q.shape[-1] ** -0.5 if scale is None else scale
         held = cache.keys[layer], cache.values[layer], placed.rows, placed.positions
         out = self.kernels.attend(q, *held, factor, cache.hidden_slots(layer), self.windows[layer])

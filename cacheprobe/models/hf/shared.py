@@ -50,7 +50,8 @@ def empty_model(wrapped: nn.Module) -> nn.Module:
 
 
 class SharedWeights:
-    """Puts every tensor of a wrapped model into a plain model of the same class, without copying."""
+    """Makes two copies of a transformers model share all tensors: `wrapped`, whose modules a TransformerBridge may have
+    replaced, and `plain`, a model of the same transformers class as it was."""
 
     def __init__(self, wrapped: nn.Module, plain: nn.Module) -> None:
         """Calls `bind`, which puts the tensors of `wrapped` into `plain`. Raises: ModelError if the two models differ

@@ -82,7 +82,8 @@ def cache_memory(config: ThinkingConfig, cache: StagedCache) -> Memory:
     bias = cache.mask_by_layer(bias, config.n_heads)
 
     def memory(layer: int, keys: Tensor, values: Tensor) -> Remembered:
-        """Writes a layer's new keys and values. Returns all cached keys and values, the mask, and `cache.spans`."""
+        """Writes a layer's new keys and values. Returns all cached keys and values, the mask, and for each request the
+        slots that it attends to (None for all)."""
         return *cache.write(layer, keys, values), bias, cache.spans
 
     return memory

@@ -227,7 +227,8 @@ def choose(dtype: torch.dtype, device: torch.device) -> LoopChoice:
     """Returns the LoopChoice for tensors of a dtype on a device. The first call for a dtype compiles the loops, or
     loads them from numba's cache, and compares them with torch in float64.
 
-    Where the processor has matrix units for float16, and for float32 on Intel's processors, torch is faster.
+    `operations` is None, and `reason` says why, if that comparison fails, and where torch is faster: where the
+    processor has matrix units for float16, and for float32 on Intel's processors.
     """
     kind, reason = _kind(dtype, device)
     if kind is None:

@@ -88,7 +88,8 @@ def add_numbers(values, others, start, end, out) -> None:
 @njit
 @no_type_check
 def widen_numbers(values, start, end, out) -> None:
-    """Writes values in float32 to the elements [start, end) of `out`."""
+    """Converts the elements [start, end) of `values`, in 16 bits or float32, to float32, and writes them to the same
+    places of `out`."""
     for i in range(start, end):
         out[np.uintp(i)] = widened(values[np.uintp(i)])
 

@@ -46,8 +46,9 @@ def _readings(trace: "TraceData") -> pd.DataFrame:
 
 
 def _judged(trace: "TraceData") -> pd.DataFrame:
-    """Returns the lens readings with verdicts on draft tokens; an import without readings is read by the logit lens.
-    Raises: ValueError if there are no readings."""
+    """Returns the lens readings, each with the verdict on the draft token that it predicts. An import without readings
+    is read now by the logit lens, if its model and states are there. Raises: ValueError if there are no readings and
+    none can be made."""
     if trace.hypothesis_table is not None:
         lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
         return with_verdicts(trace.hypothesis_table, trace.row_table, trace.event_table, lengths, trace.token_texts)

@@ -14,8 +14,9 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
 
     Columns: request_id, place (0 is the first generated token), token_id; born, the step that drafted or committed the
     token; decided_step, the step of its outcome; outcome: committed (without a verdict), accepted, recovered, bonus,
-    rolled_back, or given_up; both null while open, and if the request ended before; margin_nats between the two best
-    tokens of its pass, the smallest of a verify pass, null if no model chose.
+    rolled_back, or given_up. Both are null as long as there is no verdict, also if the request ended first.
+    margin_nats: the gap between the two best tokens; of a verify pass, the smallest gap; null if the drafter ran no
+    model.
     A draft is given up if its request was preempted (decided when the prompt is computed again) or a pass failed
     (decided when the request drafts again, or is verified without a draft).
     events: as in `Trace.events`.
@@ -56,12 +57,12 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
-    """Returns the tokens at each place after `step`: a DataFrame with one line for each request and place, and a
-    `state`.
+    """Returns how the text stands when `step` has ended: a DataFrame with one line for each request and place (0 is the
+    first generated token), and a `state`.
 
-    state: "draft", a draft token whose verdict is open; "rolled_back", by this step (tokens rolled back earlier are
-    left out, as are given-up drafts); "committed"; or "pending", the newest committed token of its request, whose keys
-    and values are not cached yet.
+    state: "draft", a draft token without a verdict; "rolled_back", by this very step; "committed"; or "pending", the
+    newest committed token of its request, whose keys and values are not cached yet. Tokens that were rolled back
+    earlier are left out, and so are abandoned drafts.
     history: as from `token_history`.
     """
     tokens = history[history.born <= step]

@@ -16,7 +16,7 @@ from cacheprobe.views.diagrams.lens_grid import finding
 from cacheprobe.views.diagrams.timeline import step_words, timeline_finding
 from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.views.rejected import RejectedList
-from cacheprobe.views.report.insight import opening
+from cacheprobe.views.report.insight import first_to_show
 from cacheprobe.views.report.request_text import TextParts, text_parts
 from cacheprobe.views.text import text_of
 
@@ -194,7 +194,7 @@ class RunTables:
         """Dict {"request": id, "step": number} to show first: of the first partly accepted draft, else of the first
         rollback, else of the first verdict, else of the first step; both 0 without events."""
         request, step = 0, 0
-        if (token := opening(self.run.events)) is not None:
+        if (token := first_to_show(self.run.events)) is not None:
             request, step = token.request_id, token.step
         elif len(self.run.events):
             request, step = self.run.events[["request_id", "step"]].iloc[0].astype(int).tolist()

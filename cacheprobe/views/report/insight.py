@@ -27,7 +27,7 @@ class ChosenToken(NamedTuple):
     """Position of the row that predicts the token; the token itself is at the next position."""
 
 
-def opening(events: pd.DataFrame) -> ChosenToken | None:
+def first_to_show(events: pd.DataFrame) -> ChosenToken | None:
     """Returns the `ChosenToken` of the token that a user should see first: the verifier's own token in the first partly
     accepted draft, else in the first rolled-back draft, else in the first verify pass with a verdict. Returns None
     without such a pass.
@@ -52,13 +52,13 @@ def _own_index(event: TableLine) -> int:
 def first_insight(
     hypotheses: pd.DataFrame | None, rows: pd.DataFrame, events: pd.DataFrame, token_texts: Mapping[int, str]
 ) -> str:
-    """Returns a sentence, as plain text, about the token that `opening` chooses: its drafts, the committed token, and
-    the layers that predicted them. Returns "" if no verify pass has a verdict.
+    """Returns a sentence, as plain text, about the token that `first_to_show` chooses: its drafts, the committed token,
+    and the layers that predicted them. Returns "" if no verify pass has a verdict.
 
     hypotheses, rows, events: from `cp.analysis.lens_readings` (None without a lens), `Trace.row_table` and
     `Trace.events`, of one request or more.  token_texts: from `token_texts`.
     """
-    at = opening(events)
+    at = first_to_show(events)
     if at is None:
         return ""
     of_request = events[events.request_id == at.request_id]

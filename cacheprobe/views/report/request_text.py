@@ -126,9 +126,9 @@ def with_feature(parts: TextParts, features: pd.DataFrame, feature: int) -> Text
     """Returns the parts with a column feature of `tokens`: the activation of one feature in the committed row that
     reads the token.
 
-    A row lists only its largest features. A list that is as long as the longest one may be cut off; a shorter list is
-    complete. The value is 0 if the list is complete and lacks the feature. The value is null if the list may be cut
-    off and lacks the feature, if the row lists no feature, or if no row reads the token.
+    Each row stores only its k largest features; k is the length of the longest list. If the list of a row lacks the
+    feature, the value is 0 if the list is shorter than k, and null if it has k: the feature may have been cut off.
+    The value is null too if the row has no list, or if no row reads the token.
     features: of the request, with the columns of `Trace.features`.
     """
     committed = features[features.status == "committed"]
