@@ -241,14 +241,12 @@ class Recorder(Observer):
             checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
 
     def _confirm(self) -> None:
-        """Confirms all rows so far: `on_failure` no longer discards them, and the lens reader gets their states."""
+        """Moves what was recorded since the last confirmation into the run's lists: rows, states, features, readings,
+        thoughts. `on_failure` can no longer discard it."""
         confirmed, self._unconfirmed = self._unconfirmed, Unconfirmed()
         for recorded in confirmed.passes:
             first = self.num_taken + len(self.rows)
             self.rows += recorded.rows
-            for number, row in enumerate(recorded.rows, first):
-                if row.role == "prompt" and row.status == "committed":
-                    self._prompt_rows.setdefault(row.request_id, []).append((number, row))
             if recorded.states is not None:
                 self.kept.add(recorded.states)
             if self.features is not None:
@@ -257,16 +255,26 @@ class Recorder(Observer):
                 for index, source in recorded.copied.items():
                     self.features.copy(first + index, source)
             for index, queued in recorded.reads.items():
-                row, queued.row = recorded.rows[index], first + index
-                if row.role == "prompt":
-                    self._prompt_reads.setdefault(row.request_id, {})[queued.row] = replace(queued)
-                self._undecided_reads.append((row, queued))
+                queued.row = first + index
+                self._undecided_reads.append((recorded.rows[index], queued))
+            self._keep_prompts(recorded, first)
         for thought in confirmed.thoughts:
             if thought.end < len(self.prompts[thought.request_id]):
                 self._prompt_thoughts.setdefault(thought.request_id, []).append(thought)
         self.thoughts += confirmed.thoughts
         self.answer_mass |= confirmed.masses
         self._apply_statuses()
+
+    def _keep_prompts(self, recorded: PassRows, first: int) -> None:
+        """Keeps the prompt's rows and what the lens reads of them, for requests with the same prompt. first: number of
+        the pass's first row."""
+        for number, row in enumerate(recorded.rows, first):
+            if row.role == "prompt" and row.status == "committed":
+                self._prompt_rows.setdefault(row.request_id, []).append((number, row))
+        for index, queued in recorded.reads.items():
+            row = recorded.rows[index]
+            if row.role == "prompt":  # a copy: the lens changes the target of the one that it reads
+                self._prompt_reads.setdefault(row.request_id, {})[queued.row] = replace(queued)
 
     def _apply_statuses(self) -> None:
         """Drops the states of rows whose status is known now and not one to keep; queues the others for the lens."""
