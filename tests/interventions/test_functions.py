@@ -1,10 +1,7 @@
 """Interventions that compute a state from itself: against a plain hook in an uncached forward, against the oracle under
 traffic, and what is refused; and steering vectors from files."""
 
-import os
 import re
-import struct
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -239,13 +236,13 @@ def test_what_cannot_be_meant_is_refused(make: Callable, message: str) -> None:
         make(WHERE)
 
 
-def control_vector(path: Path, by_layer: dict[int, Tensor], prefix: str = "direction.") -> Path:
+def control_vector(path: Path, by_layer: dict[int, Tensor]) -> Path:
     """A file as repeng's `export_gguf` writes it."""
     writer = GGUFWriter(path, "controlvector")
     writer.add_string("controlvector.model_hint", "llama")
     writer.add_uint32("controlvector.layer_count", len(by_layer))
     for layer, vector in by_layer.items():
-        writer.add_tensor(f"{prefix}{layer}", vector.numpy())
+        writer.add_tensor(f"direction.{layer}", vector.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -273,14 +270,13 @@ def test_steering_adds_each_layers_vector(tmp_path: Path, kind: str) -> None:
     ("write", "message"),
     [
         (lambda path: save_file({"a": torch.ones(4)}, path), "key 'a' does not end in a layer's number"),
-        (lambda path: save_file({"1": torch.ones(4), "x.1": torch.ones(4)}, path), "layer 1 is there twice"),
-        (lambda path: save_file({"1": torch.ones(4), "2": torch.ones(5)}, path), r"the widths \[4, 5\]"),
-        (lambda path: save_file({"1": torch.ones(1, 4)}, path), r"must be \[m\], got \[1, 4\]"),
-        (lambda path: save_file({"1": torch.full((4,), float("inf"))}, path), "holds NaN or infinity"),
-        (lambda path: save_file({"1": torch.ones(4, dtype=torch.int32)}, path), "holds torch.int32"),
-        (lambda path: save_file({}, path), r"the vectors have the widths \[\]"),
-        (lambda path: path.write_bytes(b"\xff" * 64), "no whole safetensors file"),
-        (lambda path: path.write_bytes(b""), "no whole safetensors file"),
+        (
+            lambda path: save_file({"1": torch.ones(4), "x.1": torch.ones(4)}, path),
+            "that is there once",
+        ),
+        (lambda path: save_file({"1": torch.ones(4), "2": torch.ones(5)}, path), "all of one width, got"),
+        (lambda path: save_file({"1": torch.ones(1, 4)}, path), r"must be \[m\], .* got \[\(1, 4\)\]"),
+        (lambda path: path.write_bytes(b""), "no whole file of tensors"),
     ],
 )
 def test_files_without_steering_vectors_are_refused(tmp_path: Path, write: Callable, message: str) -> None:
@@ -296,30 +292,7 @@ def test_broken_control_vectors_are_refused(tmp_path: Path) -> None:
         part.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="part.gguf"):
             read_steering(part)
-    foreign = control_vector(tmp_path / "model.gguf", {1: torch.ones(64)}, prefix="blk.")
-    with pytest.raises(ValueError, match="tensor 'blk.1' is not named direction.LAYER"):
-        read_steering(foreign)
     with pytest.raises(ValueError, match="read from .gguf and .safetensors"):
         read_steering(tmp_path / "v.pt")
     with pytest.raises(FileNotFoundError):
         read_steering(tmp_path / "missing.gguf")
-
-
-def test_a_control_vector_that_promises_much_takes_little(tmp_path: Path) -> None:
-    """One key with a list of 10^12 numbers, of which none is there."""
-    key = b"a"
-    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q", len(key)) + key
-    (tmp_path / "list.gguf").write_bytes(header + struct.pack("<IIQ", 9, 0, 10**12))
-    (tmp_path / "keys.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 10**15, 10**15))
-    (tmp_path / "text.gguf").write_bytes(struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 2**60))
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    began = time.monotonic()
-    for name, message in (
-        ("list.gguf", "a list of 1000000000000 values"),
-        ("keys.gguf", "1000000000000000 tensors"),
-        ("text.gguf", "a text of"),
-        ("pipe.safetensors", "no plain file"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            read_steering(tmp_path / name)
-    assert time.monotonic() - began < 5
