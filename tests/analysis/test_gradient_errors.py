@@ -58,7 +58,7 @@ def test_a_metric_without_a_gradient_is_refused(metric: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(sites="SZ"), "unknown site 'Z'; sites of this grid are pre, S, T, C, z"),
+        (dict(sites="SZ"), "unknown site 'Z'; choose one of pre, S, T, C, z"),
         (dict(sites=()), "there is no site; sites are pre, S, T, C, z"),
         (dict(layers=[3]), "layer 3 lies outside the model"),
         (dict(layers=[]), "there is no layer"),

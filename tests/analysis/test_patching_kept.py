@@ -126,7 +126,7 @@ def test_the_picture_has_every_cell_and_marks_the_flips() -> None:
         (lambda: cp.patching.activation(loaded(), [], CORRUPT), "the clean prompt is empty"),
         (lambda: cp.patching.activation(loaded(), CLEAN, [1, 2, 97, 3, 4]), "corrupted prompt: token id 97 is outside"),
         (lambda: cp.patching.activation(loaded("gpt2"), [1] * 129, [2] * 129), "129 tokens exceed.*context of 128"),
-        (lambda: made(site="Q"), "unknown site 'Q'; sites of this grid are pre, S, T, C"),
+        (lambda: made(site="Q"), "unknown site 'Q'; choose one of pre, S, T, C"),
         (lambda: cp.patching.prefix(loaded(), CLEAN, CORRUPT, site="T"), "unknown site 'T'.*pre, S"),
         (lambda: made(heads=True), "site S has no heads"),
         (lambda: made(layers=[0, 3]), "layer 3 lies outside the model, which has layers 0 to 2"),

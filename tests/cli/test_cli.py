@@ -141,7 +141,10 @@ def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
         (("run", "--out", "x"), "give either --prompt"),
         (("run", "--out", "x", "--task", "poker"), "poker"),
         (("run", "--out", "x", "--task", "variables:modulus=1"), "modulus=1"),
-        (("run", "--out", "x", "--task", "boxes", "--people", "2"), "task 'boxes' has no setting 'people'; it has "),
+        (
+            ("run", "--out", "x", "--task", "boxes", "--people", "2"),
+            "argument 'people'",
+        ),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "psychic"), "psychic"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit"), "layer"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit:layer"), "not key=value"),

@@ -111,13 +111,16 @@ def breaks(state: Tensor, context: cp.interventions.StateContext) -> Tensor:
     ("f", "message"),
     [
         (breaks, "breaks of request 0 at site S of layer 1, position 6: the function raised KeyError: 'my own fault'"),
-        (lambda state, context: state[:4], r"the function returned \[4\] torch.float32 .*, where a state is \[32\]"),
+        (
+            lambda state, context: state[:4],
+            r"the function returned \[4\] torch.float32 .*, where a state is a tensor \[32\]",
+        ),
         (
             lambda state, context: state.double(),
             r"the function returned \[32\] torch.float64 ",
         ),
         (lambda state, context: state / 0, r"makes a state of positions \[.*\] NaN or infinite"),
-        (lambda state, context: 3.0, "the function returned float; return the state, a tensor"),
+        (lambda state, context: 3.0, "the function returned float, where a state is a tensor"),
     ],
     ids=["raises", "shape", "dtype", "nan", "no tensor"],
 )
@@ -217,11 +220,11 @@ def test_directions_are_part_of_the_fingerprint() -> None:
         (lambda where: ablate(torch.zeros(32), **where), "ablate: 1 directions, of which one is zero"),
         (lambda where: project(torch.ones(2, 32), **where), "2 directions, of which one is zero or lies in the span"),
         (lambda where: clamp(torch.full((32,), float("nan")), 1.0, **where), "clamp: directions hold NaN or infinity"),
-        (lambda where: clamp(torch.ones(32), **where), "clamp: give low, high or both"),
+        (lambda where: clamp(torch.ones(32), **where), "clamp: give finite low, high or both"),
         (lambda where: clamp(torch.ones(32), 2, 1, **where), "low at most high; got low=2, high=1"),
         (lambda where: clamp(directions(32), 1, **where), "clamp: give one direction, got 2"),
         (lambda where: ablate(torch.ones(1, 2, 3), **where), r"directions must be \[w\] or \[k, w\]"),
-        (lambda where: clamp(directions(32)[0], float("nan"), **where), "bounds must be finite, got low=nan"),
+        (lambda where: clamp(directions(32)[0], float("nan"), **where), "low at most high; got low=nan"),
         (lambda where: function(turned, **{**where, "layers": []}), "so nothing would change"),
         (lambda where: ablate(directions(32), **{**where, "layers": ()}), "so nothing would change"),
         (lambda where: steer({}, request_id=0), "so nothing would change"),

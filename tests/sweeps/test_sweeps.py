@@ -206,7 +206,7 @@ def test_what_is_not_understood_is_refused_by_its_place(held: dict, message: str
     ("change", "message"),
     [
         ({"drafter": "early_exits:layer=1"}, "unknown name 'early_exits'"),
-        ({"drafter": "draft_model:length=3"}, "needs the setting 'model'"),
+        ({"drafter": "draft_model:length=3"}, "missing 1 required positional argument: 'model'"),
         ({"intervention": "zero:site=T,layer=1,haed=1"}, "unknown argument 'haed'; did you mean head"),
         ({"intervention": "swap:site=T,layer=1"}, "a sweep knows zero, add, mean, resample"),
         ({"intervention": "add:site=T,layer=1,value=x"}, "value must be a number, got 'x'"),
