@@ -12,13 +12,12 @@ from torch import Tensor
 from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.settings import SamplingParams
 from cacheprobe.core.tokens import visible
-from cacheprobe.core.values import JsonDict
-from cacheprobe.edits.patching.arguments import check_site, usable
+from cacheprobe.core.values import JsonDict, require_one_of
 from cacheprobe.edits.patching.cells import Edit, PatchingCell, Run, cell, read, run_once
 from cacheprobe.edits.patching.grid import difference
 from cacheprobe.edits.patching.sweep import CellProgress, CellStore, Group, Index, sweep
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.paths import PATHS
+from cacheprobe.models.paths import PATHS, usable
 from cacheprobe.ops.sampling import choose_token
 from cacheprobe.trace.recording.stored_states import require_model
 from cacheprobe.trace.tables.draft_verdicts import drafts_table
@@ -112,7 +111,7 @@ def flip(
     one = rejection_of(trace, int(request_id), int(step))
     require_reproducible(trace, one)
     for site in sites:
-        check_site(site, ("S", "T", "C"))
+        require_one_of("site", site, ("S", "T", "C"))
     path = str(trace.fingerprint.get("path"))
     lm = usable(require_model(trace, model), path if path in PATHS else "auto")
     base = run_once(lm, one.token_ids, sites)

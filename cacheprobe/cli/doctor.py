@@ -4,8 +4,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 from statistics import median
@@ -17,28 +16,13 @@ from packaging.requirements import Requirement
 from cacheprobe.core.config import RUN_DTYPES
 from cacheprobe.core.terminal import Listing
 from cacheprobe.models import known, smollm2
-from cacheprobe.models.known import shipped_names
-from cacheprobe.models.settings import CPU_INFO, numeric_settings, processor_name
+from cacheprobe.models.settings import numeric_settings, processor_name
 from cacheprobe.ops.compiled.operations import TORCH, choose
-from cacheprobe.ops.dispatch import KERNEL, paths
 from cacheprobe.ops.kernel_set import choose_kernels
 from cacheprobe.views.images import browser_path
 
 INSTALL = "pip install 'cacheprobe{0}', or in a checkout pip install -e '.{0}'"
 CONVERSION_BYTES = 600_000_000
-IN_HARDWARE = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
-"""Flags of the processor, by dtype; any of them means that it multiplies matrices of that dtype in hardware."""
-SAVES = 0.8
-"""A 16-bit matrix product counts as computed in hardware if it takes less than this share of float32's time."""
-USES = {
-    "rms_norm": "norms of llama-like models",
-    "matmul": "products",
-    "cached_attention": "attention of the fast forward",
-    "lens_topk": "readings of Z",
-    "store_kv": "cache writes",
-    "capture_pack": "copies of captured rows",
-}
-"""What each kernel computes in a run."""
 _NAMED = ("cacheprobe", "torch", "transformers", "transformer-lens", "plotly", "pandas")
 _REPEATS = 5
 
@@ -48,113 +32,69 @@ class Finding(NamedTuple):
 
     name: str
     result: str
-    is_there: bool = True
     remedy: str = ""
-    """One line: how to get the item, or what works without it."""
+    """One line: how to get the item, or what works without it; "" if the item is there."""
     demo_needs_it: bool = False
 
 
-@dataclass(frozen=True)
-class Checkup:
-    """Holds the findings of a check-up: a dict from the name of a section to its list of findings."""
-
-    sections: dict[str, list[Finding]]
-
-    @property
-    def missing(self) -> list[Finding]:
-        """Findings of items that are missing, from all sections, as a list."""
-        return [finding for findings in self.sections.values() for finding in findings if not finding.is_there]
-
-    @property
-    def can_demo(self) -> bool:
-        """Whether `cacheprobe demo` can run."""
-        return not any(finding.demo_needs_it for finding in self.missing)
-
-    @property
-    def listings(self) -> list[Listing]:
-        """Tables to print, as a list: one for each section, and one of the missing items and how to get each."""
-        sections = [
-            Listing(name, (), [(f.name, f.result) for f in findings]) for name, findings in self.sections.items()
-        ]
-        rows = [(f.name, f.remedy, "yes" if f.demo_needs_it else "no") for f in self.missing]
-        return [
-            *sections,
-            Listing("missing", ("what", "how to get it", "the demo needs it"), rows, "" if rows else "nothing"),
-        ]
-
-    @property
-    def demo_sentence(self) -> str:
-        """Sentence that says whether `cacheprobe demo` can run, and if not, what it lacks."""
-        if self.can_demo:
-            return "cacheprobe demo can run"
-        lacking = ", ".join(finding.name for finding in self.missing if finding.demo_needs_it)
-        return f'cacheprobe demo cannot run: {lacking}; see under "missing"'
+Sections = dict[str, list[Finding]]
+"""Findings by the name of their section."""
 
 
-def checkup() -> Checkup:
-    """Runs the checks and returns the Checkup. On a GPU, this compiles kernels."""
-    fingerprint = [Finding(name, str(value) or "not set") for name, value in numeric_settings().items()]
-    return Checkup(
-        {
-            "machine": machine(),
-            "dtypes": dtypes(),
-            "products and readings of a run": operations(),
-            "versions": versions(_NAMED),
-            "fingerprint fields of this machine": fingerprint,
-            "packages": software(),
-            "kernels": kernels(),
-            "models": model_findings(),
-            "pictures": pictures(),
-        }
-    )
+def checkup() -> Sections:
+    """Runs the checks and returns the findings by section. On a GPU, this compiles kernels."""
+    return {
+        "machine": machine(),
+        "dtypes: time of a matrix product, and what computes products and readings of a run": dtypes(),
+        "versions": versions(_NAMED),
+        "fingerprint fields of this machine": [
+            Finding(name, str(value) or "not set") for name, value in numeric_settings().items()
+        ],
+        "packages": software(),
+        "kernels": kernels(),
+        "models": model_findings(),
+        "pictures": pictures(),
+    }
+
+
+def listings(sections: Sections) -> list[Listing]:
+    """Returns tables to print: one for each section, and one of the missing items and how to get each."""
+    missing = [f for findings in sections.values() for f in findings if f.remedy]
+    rows = [(f.name, f.remedy, "yes" if f.demo_needs_it else "no") for f in missing]
+    tables = [Listing(name, (), [(f.name, f.result) for f in findings]) for name, findings in sections.items()]
+    columns = ("what", "how to get it", "the demo needs it")
+    return [*tables, Listing("missing", columns, rows, "" if rows else "nothing")]
+
+
+def demo_lacks(sections: Sections) -> list[str]:
+    """Returns the names of the missing items without which `cacheprobe demo` cannot run."""
+    return [f.name for findings in sections.values() for f in findings if f.remedy and f.demo_needs_it]
 
 
 def machine() -> list[Finding]:
-    """Returns a list of findings on Python, processor, memory, instruction set, threads and GPU."""
-    facts = numeric_settings()
+    """Returns a list of findings on Python, processor, memory, threads and GPU."""
     limits = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")}
-    limits_set = ", ".join(f"{name}={value}" for name, value in limits.items() if value)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    limits_set = "".join(f"; {name}={value}" for name, value in limits.items() if value)
     gpu = "there is one; a run uses it only with --device cuda" if torch.cuda.is_available() else "none; none is needed"
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return [
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        Finding("processor", processor_name()),
+        Finding("processor", f"{processor_name()}, used by torch as {torch.backends.cpu.get_cpu_capability()}"),
         Finding("memory", f"{memory_gib:.1f} GiB"),
-        Finding("instruction set", f"{facts['cpu_capability']}, as torch uses it"),
-        Finding("threads", f"{facts['threads']} of {cores} cores" + (f"; {limits_set}" if limits_set else "")),
+        Finding("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores{limits_set}"),
         Finding("GPU", gpu),
     ]
 
 
-def operations() -> list[Finding]:
-    """Returns a list of findings, one for each dtype of a run: what computes its matrix products and readings on the
-    CPU, and why."""
+def dtypes() -> list[Finding]:
+    """Returns a list of findings, one for each dtype of a run: how long a matrix product takes, measured now, and what
+    computes products and readings of a run on the CPU, and why."""
     found = []
     for name in RUN_DTYPES:
         choice = choose(getattr(torch, name), torch.device("cpu"))
         by = choice.operations.text if choice.operations else TORCH
-        found.append(Finding(name, f"{by}: {choice.reason}"))
+        found.append(Finding(name, f"{1000 * product_seconds(name):.2f} ms; {by}: {choice.reason}"))
     return found
-
-
-def dtypes(seconds_of: "Callable[[str], float] | None" = None) -> list[Finding]:
-    """Returns a list of findings, one for each dtype: how long a matrix product takes compared with float32, measured
-    now, and the processor's flags for the dtype.
-
-    seconds_of: function that returns the seconds of one product in a dtype.
-    """
-    seconds_of = seconds_of or product_seconds
-    flags = set(CPU_INFO.read_text(encoding="utf-8").split()) if CPU_INFO.exists() else set()
-    base = seconds_of("float32")
-    findings = [Finding("float32", f"a product takes {1000 * base:.1f} ms")]
-    for name in [name for name in RUN_DTYPES if name != "float32"]:
-        ratio = seconds_of(name) / base
-        where = "in hardware" if ratio < SAVES else "not in hardware"
-        named = [flag for flag in IN_HARDWARE[name] if flag in flags]
-        note = f"the processor names {', '.join(named)}" if named else f"no {' or '.join(IN_HARDWARE[name])} is named"
-        findings.append(Finding(name, f"{where}: {ratio:.2f} of float32's time; {note}"))
-    return findings
 
 
 def product_seconds(dtype: str) -> float:
@@ -171,27 +111,14 @@ def product_seconds(dtype: str) -> float:
 
 
 def kernels() -> list[Finding]:
-    """Returns a list of findings on the Triton kernels. The first says whether runs use them on this machine; the
-    others name for each operation of a run its kernel, or give one reason if no kernel can run.
-
-    On a GPU with triton the call compiles the kernels.
-    """
+    """Returns a finding that says whether runs use the Triton kernels on this machine: all of them, or none and why. On
+    a GPU with triton the call compiles the kernels."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path_of = paths(device)
     chosen = choose_kernels(torch.bfloat16, device)
     if chosen.kernels is None:
-        runs = Finding("runs", f"use none; torch or compiled loops compute instead ({chosen.reason})")
-        if len({path.reason for path in path_of.values()}) == 1:
-            return [runs]
-    elif device == "cpu":
-        runs = Finding("runs", f'use all with products="kernels", else none; {chosen.kernels.text}')
-    else:
-        runs = Finding("runs", f"on {device} use all; {chosen.kernels.text}")
-    of_operations = [
-        Finding(USES[name], f"{name}, {path.runs}: {path.reason}", path.runs == KERNEL, "torch computes all instead")
-        for name, path in path_of.items()
-    ]
-    return [runs, *of_operations]
+        return [Finding("runs", f"use none; torch or compiled loops compute instead ({chosen.reason})")]
+    how = "on cuda use all" if device == "cuda" else 'use all with products="kernels", else none'
+    return [Finding("runs", f"{how}; {chosen.kernels.text}")]
 
 
 def software(project: str = "cacheprobe") -> list[Finding]:
@@ -210,21 +137,19 @@ def software(project: str = "cacheprobe") -> list[Finding]:
 
 
 def _packages(name: str, required: list[Requirement], remedy: str, demo_needs_it: bool) -> Finding:
-    wrong = []
-    for need in required:
-        version = _version(need.name)
-        if version is None:
-            wrong.append(f"{need.name} is missing")
-        elif not need.specifier.contains(version, prereleases=True):
-            wrong.append(f"{need.name} is {version} instead of {need.specifier}")
-    names = ", ".join(sorted(need.name for need in required)) or "nothing is asked for"
-    result = "; ".join(wrong) or f"installed: {names}"
-    return Finding(name, result, not wrong, remedy if wrong else "", demo_needs_it)
+    installed = {need: _version(need.name) for need in required}
+    wrong = [
+        f"{need} is asked for, {version or 'nothing'} is installed"
+        for need, version in installed.items()
+        if version is None or not need.specifier.contains(version, prereleases=True)
+    ]
+    result = "; ".join(wrong) or f"installed: {', '.join(sorted(need.name for need in required))}"
+    return Finding(name, result, remedy if wrong else "", demo_needs_it)
 
 
 def versions(names: Iterable[str]) -> list[Finding]:
     """Returns a list of findings, one for each package name, with the installed version or "not installed"."""
-    return [Finding(name, _version(name) or "not installed", _version(name) is not None) for name in names]
+    return [Finding(name, _version(name) or "not installed") for name in names]
 
 
 def _version(name: str) -> str | None:
@@ -235,44 +160,37 @@ def _version(name: str) -> str | None:
 
 
 def model_findings() -> list[Finding]:
-    """Returns a list of findings on SmolLM2, the shipped checkpoints and adapters, and, unless SmolLM2 is in the hub's
-    cache, the free disk space."""
-    remedy = "they are in a checkout's data/ and in the wheel; install one of these again"
-    findings = _smollm2()
-    for kind in ("checkpoints", "adapters"):
-        names, demo_needs_it = shipped_names(kind), kind == "checkpoints"
-        is_there = {known.PLAIN, known.THINKING} <= set(names) if demo_needs_it else bool(names)
-        findings.append(Finding(kind, ", ".join(names) or "none", is_there, "" if is_there else remedy, demo_needs_it))
-    return findings
-
-
-def _smollm2() -> list[Finding]:
-    name, state = known.SMOLLM2, known.smollm2_state()
-    if state == "hub":
-        return [Finding(name, f"as {known.SMOLLM2_ON_HUB} in the hub's cache")]
-    cache = smollm2.cache_directory()
-    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    has_room = state != "installed" or free >= CONVERSION_BYTES
-    remedy = f"set CACHEPROBE_CACHE to a folder with {CONVERSION_BYTES / 1e6:.0f} MB free"
+    """Returns a list of findings on SmolLM2, the disk space that its conversion needs, and the shipped checkpoints and
+    adapters."""
+    state, cache = known.smollm2_state(), smollm2.cache_directory()
     said = {
         "absent": f"not installed; the demo runs on {known.PLAIN} instead",
         "converted": "converted",
         "installed": "installed; it is converted at its first use, once",
+        "hub": f"as {known.SMOLLM2_ON_HUB} in the hub's cache",
     }
-    return [
-        Finding(name, said[state], state != "absent", smollm2.INSTALL if state == "absent" else ""),
-        Finding("disk", f"{free / 1e9:.1f} GB free for {cache}", has_room, "" if has_room else remedy, True),
+    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    lacks_room = state == "installed" and free < CONVERSION_BYTES
+    room = f"set CACHEPROBE_CACHE to a folder with {CONVERSION_BYTES / 1e6:.0f} MB free" if lacks_room else ""
+    findings = [
+        Finding(known.SMOLLM2, said[state], smollm2.INSTALL if state == "absent" else ""),
+        Finding("disk", f"{free / 1e9:.1f} GB free for {cache}", room, True),
     ]
+    for kind, needed in (("checkpoints", {known.PLAIN, known.THINKING}), ("adapters", set())):
+        names = known.shipped_names(kind)
+        remedy = "they are in a checkout's data/ and in the wheel; install one of these again"
+        is_there = bool(names) and needed <= set(names)
+        findings.append(Finding(kind, ", ".join(names) or "none", "" if is_there else remedy, bool(needed)))
+    return findings
 
 
 def pictures() -> list[Finding]:
     """Returns findings on kaleido and Chromium, which `cacheprobe report --figures` needs to write pictures."""
-    no_need = "reports in HTML need neither"
     has_kaleido, browser = find_spec("kaleido") is not None, browser_path()
+    get_browser = "as root apt-get install chromium, or name one in BROWSER_PATH"
+    none = "none; reports in HTML need none"
     return [
-        Finding("kaleido", "installed" if has_kaleido else f"not installed; {no_need}", has_kaleido,
-                "" if has_kaleido else INSTALL.format("[dash]")),
-        Finding("chromium", browser or f"none that kaleido would find; {no_need}", browser is not None,
-                "" if browser else "as root apt-get install chromium, or name one in BROWSER_PATH"),
-    ]  # fmt: skip
+        Finding("kaleido", "installed" if has_kaleido else none, "" if has_kaleido else INSTALL.format("[dash]")),
+        Finding("chromium", browser or none, "" if browser else get_browser),
+    ]

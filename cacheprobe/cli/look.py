@@ -140,13 +140,15 @@ def models() -> None:
 
 def doctor() -> int:
     """Show what cacheprobe can use on this machine, and what is missing; exit 1 if `cacheprobe demo` cannot run."""
-    from cacheprobe.cli.doctor import checkup
+    from cacheprobe.cli.doctor import checkup, demo_lacks, listings
     from cacheprobe.core import terminal
 
     found = checkup()
-    terminal.show(found.listings)
-    print(found.demo_sentence)
-    return 0 if found.can_demo else 1
+    terminal.show(listings(found))
+    lacking = demo_lacks(found)
+    verdict = f"cannot run: {', '.join(lacking)}; see under missing" if lacking else "can run"
+    print(f"cacheprobe demo {verdict}")
+    return 1 if lacking else 0
 
 
 def flip(

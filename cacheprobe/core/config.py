@@ -5,7 +5,18 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, TypedDict
 
 from cacheprobe.core.hook_names import ALL_SITES, HEAD_SITES, SITES
-from cacheprobe.core.values import NO_FLAG, JsonDict, KnownKeywords, as_flag, flag, is_flag, whole_number
+from cacheprobe.core.values import (
+    NO_FLAG,
+    JsonDict,
+    KnownKeywords,
+    as_flag,
+    flag,
+    is_flag,
+    listed,
+    number,
+    require_one_of,
+    whole_number,
+)
 
 PHASES = ("prefill", "decode", "verify")
 """Kinds of forward pass."""
@@ -109,28 +120,21 @@ class EngineConfig(KnownKeywords):
     trial before the run finds that their bits depend on that number."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch", "max_kv_tokens"):
-            value = getattr(self, name)
-            if name == "max_kv_tokens" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        counts = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "max_batch")
+        for name in (*counts, *(() if self.max_kv_tokens is None else ("max_kv_tokens",))):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), at_least=1))
         if self.window > self.capacity:
             raise ValueError(f"window of {self.window} rows is larger than the capacity of {self.capacity}; lower it")
-        if type(self.pad_prefill) is not bool:
-            raise ValueError(f"pad_prefill must be True or False, got {self.pad_prefill!r}")
+        object.__setattr__(self, "pad_prefill", flag("pad_prefill", self.pad_prefill))
         if self.prefill_group > 1 and not self.pad_prefill:
             raise ValueError(
                 f"prefill passes of {self.prefill_group} prompts need one shape; set prefill_group=1, or leave "
                 "pad_prefill=True"
             )
-        length = self.draft_length
-        if not (length is None or length == "adaptive" or (type(length) is int and length >= 1)):
-            raise ValueError(f'draft_length must be None, "adaptive" or a whole number of at least 1, got {length!r}')
-        if self.acceptance not in ACCEPTANCES:
-            raise ValueError(f"unknown acceptance {self.acceptance!r}; choose one of {', '.join(ACCEPTANCES)}")
-        if self.determinism not in DETERMINISMS:
-            raise ValueError(f"unknown determinism {self.determinism!r}; choose one of {', '.join(DETERMINISMS)}")
+        if self.draft_length not in (None, "adaptive"):
+            whole_number('draft_length, if neither None nor "adaptive",', self.draft_length, at_least=1)
+        require_one_of("acceptance", self.acceptance, ACCEPTANCES)
+        require_one_of("determinism", self.determinism, DETERMINISMS)
 
     @property
     def is_invariant(self) -> bool:
@@ -197,44 +201,37 @@ class CaptureConfig(KnownKeywords):
     """Whether to record features of special tokens and of the first position too; see `core.tokens.special`."""
 
     def __post_init__(self) -> None:
-        sites = "" if self.sites is None else _joined_sites(self.sites)
+        try:
+            sites = "" if self.sites is None else "".join(self.sites)
+        except TypeError:
+            raise ValueError(f"capture must be a text of S, T, C and Z, or None, got {self.sites!r:.60}") from None
         if self.sites is not None and not sites:
             raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z, or None")
-        if unknown := sorted(set(sites) - set(ALL_SITES)):
-            raise ValueError(f"unknown site {unknown[0]!r} in capture={self.sites!r}; sites are S, T, C and Z")
-        object.__setattr__(self, "sites", sites)
-        heads = _listed("capture heads", self.heads, "names of sites of attention heads")
-        if strange := sorted({str(site) for site in heads} - set(HEAD_SITES)):
-            raise ValueError(f"unknown site {strange[0]!r} in heads={heads!r}; sites are {', '.join(HEAD_SITES)}")
-        object.__setattr__(self, "heads", tuple(site for site in HEAD_SITES if site in heads))
-        if self.dtype is not None and self.dtype not in KEPT_DTYPES:
-            raise ValueError(
-                f"unknown dtype {self.dtype!r} for captured states; choose one of {', '.join(KEPT_DTYPES)}"
-            )
-        for one, name, known in (("phase", "phases", PHASES), ("status", "statuses", STATUSES)):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _listed(f"capture {name}", getattr(self, name), f"names of {name}"))
-            for item in getattr(self, name) or ():
-                if item not in known:
-                    raise ValueError(f"unknown {one} {item!r}; {name} are {', '.join(known)}")
-        for name in ("layers", "positions"):
-            if getattr(self, name) is not None:
-                items = _listed(f"capture {name}", getattr(self, name), "whole numbers")
-                numbers = tuple(whole_number(f"capture {name}: an entry", item) for item in items)
-                object.__setattr__(self, name, numbers)
-        if min(self.positions or (0,)) < 0:
-            raise ValueError(f"capture position {min(self.positions or ())} is negative; positions count from 0")
-        for name in ("prompt_hypotheses", "include_special"):
-            object.__setattr__(self, name, flag(name, getattr(self, name)))
-        for name in ("top_k", "every", "top_features"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name)))
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for site in sites:
+            require_one_of("site to capture", site, ALL_SITES)
+        heads = listed(self.heads)
+        for site in heads:
+            require_one_of("site of heads", site, HEAD_SITES)
+        if self.dtype is not None:
+            require_one_of("dtype for captured states", self.dtype, KEPT_DTYPES)
+        kept: JsonDict = {"sites": sites, "heads": tuple(site for site in HEAD_SITES if site in heads)}
+        for name, known in (("phases", PHASES), ("statuses", STATUSES), ("layers", None), ("positions", None)):
+            if (given := getattr(self, name)) is None:
+                continue
+            kept[name] = tuple(listed(given))
+            if not kept[name]:
+                raise ValueError(f"capture {name} is empty: nothing would be kept; use None for all")
+            if known is None:
+                least = 0 if name == "positions" else None
+                kept[name] = tuple(whole_number(f"capture {name}: an entry", one, least) for one in kept[name])
+            for one in kept[name] if known else ():
+                require_one_of(f"entry of {name} to capture", one, known or ())
+        kept |= {name: flag(name, getattr(self, name)) for name in ("prompt_hypotheses", "include_special")}
+        kept |= {name: whole_number(name, getattr(self, name), 1) for name in ("top_k", "every", "top_features")}
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
         if not (self.keep is None or callable(self.keep)):
             raise ValueError(f"capture keep must be a function of a TokenRow, or None, got {self.keep!r:.60}")
-        for name in ("layers", "positions", "phases", "statuses"):
-            if getattr(self, name) is not None and not getattr(self, name):
-                raise ValueError(f"capture {name} is empty: nothing would be kept; use None for all")
 
     @property
     def state_sites(self) -> tuple[str, ...]:
@@ -287,25 +284,6 @@ class CaptureConfig(KnownKeywords):
         return self.reads_lens and (self.prompt_hypotheses or position >= num_prompt_tokens - 1)
 
 
-def _joined_sites(sites: object) -> str:
-    """Returns capture sites, a text or a list of texts, as one text such as "STCZ". Raises: ValueError for other
-    types."""
-    listed = _listed("capture", [sites] if isinstance(sites, str) else sites, "a text of S, T, C and Z, or None")
-    if not all(isinstance(site, str) for site in listed):
-        raise ValueError(f"capture must be a text of S, T, C and Z, or None, got {sites!r:.60}")
-    return "".join(listed)
-
-
-def _listed(name: str, given: object, wanted: str) -> tuple:
-    """Returns `given` as a tuple: a text as its only entry, or the entries of an iterable. Raises: ValueError for bytes
-    and other types."""
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray):
-        raise ValueError(f"{name} must be {wanted}, got {given!r:.60}")
-    return tuple(given)
-
-
 def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
     """Returns, as a sorted tuple, the layer numbers that `layers` means: a number, a list of numbers, or "all" or None
     for every layer.
@@ -315,11 +293,7 @@ def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
     """
     if layers is None or (isinstance(layers, str) and layers == "all"):
         return tuple(range(n_layers))
-    if isinstance(layers, str | bytes):
-        raise ValueError(f"unknown layers {layers!r}; give 'all', a number or a list of numbers")
-    # an array of no dimension is one number, although its type is iterable
-    listed = layers if isinstance(layers, Iterable) and getattr(layers, "ndim", 1) else [layers]
-    wanted = [whole_number("layers: a layer", layer) for layer in listed]
+    wanted = [whole_number("layers: a layer", layer) for layer in listed(layers)]
     if not wanted:
         raise ValueError("layers is empty: give at least one layer, or 'all'")
     for layer in wanted:
@@ -350,27 +324,20 @@ def pick_deterministic(deterministic: object, n: int) -> frozenset[int]:
     deterministic: True (all), False (none), a fraction (evenly spaced), a list of indices, or a list of n flags.
     Raises: ValueError for anything else.
     """
-    given = deterministic
-    if getattr(given, "ndim", None) == 0 and isinstance(item := getattr(given, "item", None), Callable):
-        given = item()  # a single number or flag of numpy or torch becomes Python's
-    if isinstance(given, bool):
-        return frozenset(range(n)) if given else frozenset()
-    if isinstance(given, int | float):
-        if not 0 <= given <= 1:
-            raise ValueError(f"deterministic as a fraction must lie between 0 and 1, got {given}")
-        count = max(1, round(given * n)) if given else 0
-        return frozenset(i * n // count for i in range(count))
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise ValueError(
-            f"deterministic must be True, False, a fraction, or a list of indices or flags, got {given!r:.60}"
-        )
-    listed = list(given)
-    if listed and all(is_flag(item) for item in listed):
-        if len(listed) != n:
-            raise ValueError(f"deterministic lists {len(listed)} flags for {n} requests; give one for each")
-        return frozenset(i for i, flagged in enumerate(listed) if flagged)
-    indices = [whole_number("deterministic: an index", item) for item in listed]
-    for index in indices:
-        if not 0 <= index < n:
-            raise ValueError(f"deterministic names request {index}, but there are requests 0 to {n - 1}")
-    return frozenset(indices)
+    if isinstance(deterministic, Iterable) and not isinstance(deterministic, str) and getattr(deterministic, "ndim", 1):
+        entries = list(deterministic)
+        if entries and all(is_flag(item) for item in entries):
+            if len(entries) != n:
+                raise ValueError(f"deterministic lists {len(entries)} flags for {n} requests; give one for each")
+            return frozenset(i for i, flagged in enumerate(entries) if flagged)
+        indices = [whole_number("deterministic: an index", item) for item in entries]
+        if outside := [index for index in indices if not 0 <= index < n]:
+            raise ValueError(f"deterministic names request {outside[0]}, but there are requests 0 to {n - 1}")
+        return frozenset(indices)
+    if is_flag(deterministic):
+        return frozenset(range(n if deterministic else 0))
+    share = number("deterministic, if neither a flag nor a list,", deterministic)
+    if not 0 <= share <= 1:
+        raise ValueError(f"deterministic as a fraction must lie between 0 and 1, got {share}")
+    count = max(1, round(share * n)) if share else 0
+    return frozenset(i * n // count for i in range(count))

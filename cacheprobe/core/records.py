@@ -61,9 +61,7 @@ class Request(KnownKeywords):
     def __post_init__(self) -> None:
         for name in ("is_deterministic", "own_fingerprint", "is_chat", "keep_kv"):
             object.__setattr__(self, name, flag(name, getattr(self, name)))
-        object.__setattr__(self, "arrival_step", whole_number("arrival_step", self.arrival_step))
-        if self.arrival_step < 0:
-            raise ValueError(f"arrival_step must be at least 0, the first step of a run, got {self.arrival_step}")
+        object.__setattr__(self, "arrival_step", whole_number("arrival_step", self.arrival_step, at_least=0))
         forced = tuple(whole_number("a forced token", token) for token in self.forced_token_ids)
         object.__setattr__(self, "forced_token_ids", forced)
         if forced and self.sampling is not None and self.request_id is None:

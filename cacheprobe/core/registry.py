@@ -13,11 +13,12 @@ import importlib
 import inspect
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
+
+from cacheprobe.core.values import hint
 
 P = TypeVar("P")
 Plugin: TypeAlias = Any
@@ -29,9 +30,6 @@ need."""
 
 _FOLDERS = {"drafters": "cacheprobe.engine.drafters"}
 """Packages of the kinds of plug-ins whose folder is inside another."""
-
-_ONE_OF = {"lenses": "lens"}
-"""Singular of the kinds whose plural is not formed with an s."""
 
 _plugins: dict[str, dict[str, Plugin]] = {}
 _scanned: set[str] = set()
@@ -97,27 +95,13 @@ def make(kind: str, text: str, **options: object) -> Plugin:
     name, _, listed = text.partition(":")
     options |= parse_options(listed, kind)
     plugin = find(kind, name)
-    _require_settings(plugin, f"{_ONE_OF.get(kind, kind.removesuffix('s'))} {name!r}", options)
+    known = list(inspect.signature(plugin).parameters)
     try:
         return plugin(**options)
     except TypeError as error:
-        raise ValueError(f"{kind} {name!r} cannot be made from {options}: {error}") from error
-
-
-def _require_settings(plugin: Plugin, what: str, options: Mapping[str, object]) -> None:
-    """Raises: ValueError if `options` names a setting that the plug-in lacks, or lacks one that the plug-in needs."""
-    fields = inspect.signature(plugin).parameters
-    known = [name for name, field in fields.items() if field.kind in (field.POSITIONAL_OR_KEYWORD, field.KEYWORD_ONLY)]
-    needed = [name for name in known if fields[name].default is inspect.Parameter.empty and name not in options]
-    takes_any = any(field.kind is field.VAR_KEYWORD for field in fields.values())
-    unknown = [] if takes_any else [name for name in options if name not in known]
-    has = f"it has {', '.join(known)}" if known else "it has none"
-    if unknown:
-        near = get_close_matches(unknown[0], known, 1, 0.5)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"{what} has no setting {unknown[0]!r}; {meant}{has}")
-    if needed:
-        raise ValueError(f"{what} needs the setting {needed[0]!r}, as in NAME:{needed[0]}=...; {has}")
+        near = "".join(hint(option, known) for option in options if option not in known)
+        has = f"its settings are {', '.join(known) or 'none'}"
+        raise ValueError(f"{kind} {name!r} cannot be made from {options}: {error}{near}; {has}") from error
 
 
 def parse_options(listed: str, what: str) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from cacheprobe.core.values import NO_FLAG, as_flag, hint, number, require_encodable, whole_number
+from cacheprobe.core.values import NO_FLAG, as_flag, hint, listed, number, require_encodable, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class SamplingParams:
             if value is not None and not is_allowed(value):
                 raise ValueError(f"{name} must be {wanted}, got {value}")
         if self.stop_token_ids is not None:
-            object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+            ids = [whole_number("stop_token_ids: a token id", one, at_least=0) for one in listed(self.stop_token_ids)]
+            object.__setattr__(self, "stop_token_ids", tuple(ids))
         if self.stop is not None:
             object.__setattr__(self, "stop", _stop_texts(self.stop))
 
@@ -94,22 +95,12 @@ _LIMITS = {
 }
 
 
-def _stop_token_ids(given: object) -> tuple[int, ...]:
-    """Returns one token id, or several, as a tuple of ints. Raises: ValueError for a negative id or no whole number."""
-    listed = given if isinstance(given, Iterable) and getattr(given, "ndim", 1) else (given,)
-    ids = tuple(whole_number("stop_token_ids: a token id", token_id) for token_id in listed)
-    if min(ids, default=0) < 0:
-        raise ValueError(f"stop_token_ids must hold token ids from 0 on, got {min(ids)}; () stops at none")
-    return ids
-
-
 def _stop_texts(given: object) -> tuple[str, ...]:
     """Returns one stop text, or several, as a tuple. Raises: ValueError unless all are texts, not empty, in UTF-8."""
-    listed = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
-    texts = tuple(text for text in listed if isinstance(text, str) and text)
-    if len(texts) != len(listed):
-        raise ValueError(f"stop must hold texts of at least one character, got {given!r:.60}")
+    texts = tuple(listed(given))
     for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop must hold texts of at least one character, got {given!r:.60}")
         require_encodable("stop", text)
     return texts
 

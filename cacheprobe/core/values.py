@@ -32,15 +32,24 @@ def as_flag(kind: object, name: str | None = None) -> dict[str, object]:
     return {"flag": True, "kind": kind, "name": name}
 
 
-def whole_number(name: str, value: object) -> int:
+def whole_number(name: str, value: object, at_least: int | None = None) -> int:
     """Returns `value` as a Python int; takes integers of numpy and torch too. Raises: ValueError that names `name` for
-    anything else."""
+    anything else, and for a number below `at_least`."""
+    bound = "" if at_least is None else f" of at least {at_least}"
     if not is_flag(value):
         try:
-            return index(cast(SupportsIndex, value))
+            found = index(cast(SupportsIndex, value))
+            if at_least is None or found >= at_least:
+                return found
         except (TypeError, ValueError):  # a tensor of several numbers raises either
             pass
-    raise ValueError(f"{name} must be a whole number, got {value!r:.60}")
+    raise ValueError(f"{name} must be a whole number{bound}, got {value!r:.60}")
+
+
+def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Checks that `value` is one of `known`. Raises: ValueError that says which there are otherwise."""
+    if not isinstance(value, str) or value not in (known := tuple(known)):
+        raise ValueError(f"unknown {name} {value!r:.60}; choose one of {', '.join(known)}")
 
 
 def listed(value: Any) -> list[Any]:

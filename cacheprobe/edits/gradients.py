@@ -12,7 +12,7 @@ from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.terminal import Progress
 from cacheprobe.core.tokens import visible
-from cacheprobe.core.values import name_of
+from cacheprobe.core.values import name_of, require_one_of
 from cacheprobe.edits.gradient_texts import (
     COMMITTED,
     REJECTED,
@@ -21,7 +21,7 @@ from cacheprobe.edits.gradient_texts import (
     texts_of_prompts,
     texts_of_trace,
 )
-from cacheprobe.edits.patching.arguments import as_layers, check_site
+from cacheprobe.edits.patching.arguments import as_layers
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.hf.differentiable import GRADIENT_SITES, Derivatives, bridge_of, derivatives
 from cacheprobe.trace.recording.stored_states import require_model
@@ -190,7 +190,7 @@ def _places(model: CachedLM, sites: Sequence[str], layers: "Iterable[int] | None
     if not sites:
         raise ValueError(f"there is no site; sites are {', '.join(GRADIENT_SITES)}")
     for site in sites:
-        check_site(site, GRADIENT_SITES)
+        require_one_of("site", site, GRADIENT_SITES)
     return [(site, layer) for site in dict.fromkeys(sites) for layer in as_layers(layers, model)]
 
 

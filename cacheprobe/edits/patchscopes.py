@@ -107,8 +107,7 @@ def _token_ids(model: CachedLM, prompt: Prompt, max_new_tokens: int) -> tuple[in
     """Returns the token ids of the target prompt. Raises: ValueError for a prompt that `as_token_ids` refuses, for no
     new tokens, and for more than the model's context."""
     ids = as_token_ids(model, prompt, "target")
-    if whole_number("max_new_tokens", max_new_tokens) < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    whole_number("max_new_tokens", max_new_tokens, at_least=1)
     if len(ids) + max_new_tokens - 1 > model.n_ctx:
         raise ValueError(
             f"the target prompt's {len(ids)} tokens and {max_new_tokens} new ones exceed {model.name}'s context of "

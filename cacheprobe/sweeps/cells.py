@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from cacheprobe.core.registry import names, same_name
 from cacheprobe.core.values import JsonDict
-from cacheprobe.sweeps.settings import Axes, SweepConfig
+from cacheprobe.sweeps.settings import Axes, SweepConfig, span
 
 AXES = tuple(Axes.model_fields)
 ModelKey: TypeAlias = tuple[str, str, str | None, str, str]
@@ -24,7 +24,7 @@ _PARTS = (
     "sweeps/factory.py",
 )  # fmt: skip
 """Parts of cacheprobe that are hashed. Plots, commands and scheduling of a sweep change no bit of a shard."""
-_RANGE = re.compile(r"\blayer=(\d+)-(\d+)\b")
+_RANGE = re.compile(r"\blayer=(\d+-\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,10 @@ def _as_registered(task: str) -> str:
 def _spread(values: Iterable[object]) -> list[object]:
     """Returns the values as a list, with one text for each layer from A to B in place of a text with layer=A-B. Raises:
     ValueError if A is larger than B."""
-    out = []
+    out: list[object] = []
     for value in values:
-        if not isinstance(value, str) or (match := _RANGE.search(value)) is None:
-            out.append(value)
-            continue
-        first, last = int(match[1]), int(match[2])
-        if first > last:
-            raise ValueError(f"{value!r}: there is no layer from {first} to {last}; write the smaller one first")
-        for layer in range(first, last + 1):
-            out.append(value[: match.start()] + f"layer={layer}" + value[match.end() :])
+        match = _RANGE.search(value) if isinstance(value, str) else None
+        out += [value] if match is None else [_RANGE.sub(f"layer={n}", match.string, 1) for n in span(match[1])]
     return out
 
 

@@ -12,7 +12,7 @@ from cacheprobe.core.terminal import Progress, duration
 from cacheprobe.models.plain.files import checked_device
 from cacheprobe.sweeps.backends import Event
 from cacheprobe.sweeps.cells import Cell, ModelKey, distinguishing_labels
-from cacheprobe.sweeps.plan import Plan, make_plan, require_room
+from cacheprobe.sweeps.plan import Plan, bytes_left, make_plan
 from cacheprobe.sweeps.run_cell import FULL, Outcome, release_model, run_and_commit
 from cacheprobe.sweeps.settings import ConfigSource, Resources, SweepConfig, read_config
 from cacheprobe.sweeps.store import PLAN, SweepStore
@@ -88,36 +88,26 @@ def sweep(
     backend: "serial" or "ray".  address: of a Ray cluster; by default one is started on this machine.  workers:
     overrides the file's.
 
-    All cells are checked before any cell runs. A cell that fails is reported, and the others continue. Ctrl-C, a full
-    disk or a used-up disk budget ends the sweep with a report; committed cells stay. `load_sweep` opens the results.
+    Before any cell runs, `make_plan` makes the parts of all cells. A cell that fails is reported, and the others
+    continue. Ctrl-C, a full disk or a used-up disk budget ends the sweep with a report; committed cells stay.
+    `load_sweep` opens the results.
     Raises: ValueError for settings that cannot be met, SweepBusy if another sweep writes to the same folder.
     """
     config = read_config(config)
-    if out is not None and not isinstance(out, str | Path):
-        raise ValueError(f"out must be the path or address of a folder, got {out!r:.60}")
-    url = str(out or config.out or "")
-    if not url:
-        raise ValueError("say where the results go: out: in the sweep's file, or out= (--out)")
+    store = SweepStore(config.out if out is None else out)
     resources = _checked_resources(config, backend, workers)
     if address is not None and backend != "ray":
         raise ValueError(f"an address is that of a Ray cluster; the backend is {backend}")
-    if backend == "ray" and config.run.device != "cpu" and not resources.num_gpus:
-        raise ValueError(f"run.device is {config.run.device}, and Ray gives no GPU; set resources.num_gpus: 1")
     if backend != "ray":  # Ray's nodes may have devices that this machine lacks
         checked_device(config.run.device)
-    plan, store = make_plan(config), SweepStore(url)
+    plan = make_plan(config)
     with store.only_sweep():
         missing = _missing(plan, store)
-        room = require_room(plan, store, missing)
+        room = bytes_left(plan, store, missing)
         store.write(PLAN, json.dumps(plan.to_json(), ensure_ascii=False).encode())
-        cells = list(missing.values())
-        events = find("sweeps.backends", backend)(cells, _absolute(store), resources, address) if cells else iter(())
-        return _run(plan, events, len(cells), store.url, progress, room)
-
-
-def _absolute(store: SweepStore) -> str:
-    """Returns the address of a sweep as another process or node finds it."""
-    return store.root if store.is_local else store.url
+        run_cells, url = find("sweeps.backends", backend), store.root if store.is_local else store.url
+        events = run_cells(list(missing.values()), url, resources, address) if missing else iter(())
+        return _run(plan, events, len(missing), store.url, progress, room)
 
 
 def _checked_resources(config: SweepConfig, backend: str, workers: int | None) -> Resources:
@@ -171,29 +161,25 @@ def _run(plan: Plan, events: Iterator[Event], num_missing: int, url: str, progre
 def dry_run(
     config: ConfigSource, *, out: "str | Path | None" = None, backend: str = "serial", workers: int | None = None
 ) -> str:
-    """Checks every cell of a sweep; returns text: number of cells, estimated time and disk space. Writes no results.
+    """Plans a sweep; returns text: number of cells, estimated time and disk space. Writes no results.
 
     Runs one cell of each model twice. The time includes loading the models, and is divided by the number of workers if
     the backend has several.
-    Raises: ValueError for wrong settings, impossible cells, results beyond the disk budget, and a cell that fails.
+    Raises: ValueError for wrong settings, impossible cells, and a cell that fails.
     """
     settings = read_config(config)
     resources = _checked_resources(settings, backend, workers)
-    plan, url = make_plan(settings), str(out or settings.out or "")
-    missing = dict(plan.cells)
-    if url:
-        store = SweepStore(url)
-        missing = _missing(plan, store)
-        require_room(plan, store, missing)
-    work, loading, lines = 0.0, 0.0, []
+    plan, url = make_plan(settings), out or settings.out
+    missing = _missing(plan, SweepStore(url)) if url else dict(plan.cells)
+    work, loading, size, lines = 0.0, 0.0, 0, []
     counts = Counter(cell.model_key for cell in missing.values())
     for key, count in counts.items():
-        cell_seconds, load_seconds = _time_one_cell(plan, key)
-        work, loading = work + cell_seconds * count, loading + load_seconds
+        first, second = _try_one_cell(plan, key)
+        load_seconds = first.load_seconds + max(first.seconds - second.seconds, 0.0)
+        work, loading, size = work + second.seconds * count, loading + load_seconds, size + second.size * count
         source = f"by one that was tried; {duration(load_seconds)} to load it"
-        lines.append(f"  {' '.join(filter(None, key))}: {count} cells of {cell_seconds:.2f} s, {source}")
+        lines.append(f"  {' '.join(filter(None, key))}: {count} cells of {second.seconds:.2f} s, {source}")
     num_workers = 1 if backend == "serial" else min(resources.workers, max(len(missing), 1))
-    size = sum(plan.sizes[digest] for digest in missing)
     total = f"{len(plan.cells)} cells, {len(plan.cells) - len(missing)} of them committed"
     budget = f", of a budget of {settings.disk_budget_gb:g} GB" if settings.disk_budget_gb else ""
     # every worker loads a model; with more models than workers, each model is loaded once
@@ -203,8 +189,8 @@ def dry_run(
     return "\n".join([*lines, f"disk: about {size / 1e9:.3g} GB more{budget}"])
 
 
-def _time_one_cell(plan: Plan, key: ModelKey) -> tuple[float, float]:
-    """Runs a cell of the model `key` twice; returns (seconds of a cell, seconds of loading the model). Raises:
+def _try_one_cell(plan: Plan, key: ModelKey) -> tuple[Outcome, Outcome]:
+    """Runs a cell of the model `key` twice, the first time with loading the model; returns both Outcomes. Raises:
     ValueError if a run fails."""
     cell = next(cell for cell in plan.cells.values() if cell.model_key == key)
     with tempfile.TemporaryDirectory(prefix="cacheprobe-try-") as folder:
@@ -212,4 +198,4 @@ def _time_one_cell(plan: Plan, key: ModelKey) -> tuple[float, float]:
     release_model()
     if second.cause:
         raise ValueError(f"a cell that was tried failed, {cell}: {second.message}")
-    return second.seconds, first.load_seconds + max(first.seconds - second.seconds, 0.0)
+    return first, second

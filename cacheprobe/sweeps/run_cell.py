@@ -20,7 +20,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.sweeps.cells import Cell, ModelKey, code_version, libraries
-from cacheprobe.sweeps.factory import NEEDS_STATES, make_changes, make_lens, parse_change
+from cacheprobe.sweeps.factory import NEEDS_STATES, make_changes, make_lens
 from cacheprobe.sweeps.store import SweepStore
 from cacheprobe.tasks import Example
 from cacheprobe.trace.storage import save_trace
@@ -171,35 +171,33 @@ def _run(cell: Cell, model: CachedLM) -> Trace:
     """Makes the examples, lens, drafter and interventions of a cell, runs the examples, and returns the Trace."""
     axes, common = cell.axes, cell.run
     examples = make("tasks", axes["task"]).examples(common["n"], axes["seed"])
-    settings = dict(
+    names = ("deterministic", "determinism", "max_new_tokens", "capacity", "group", "layers")
+    settings: JsonDict = dict(
         window=axes["window"],
         seed=axes["seed"],
         lens=make_lens(axes["lens"], model),
-        sampling=SamplingParams(
-            temperature=common["temperature"], top_k=common["top_k"], top_p=common["top_p"], stop=tuple(common["stop"])
-        ),
-        layers="all" if common["layers"] is None else list(common["layers"]),
-        **{name: common[name] for name in ("deterministic", "determinism", "max_new_tokens", "capacity", "group")},
-        **{name: common[name] for name in ("prefill_chunk", "prefill_group", "pad_prefill")},
+        sampling=SamplingParams(**{name: common[name] for name in ("temperature", "top_k", "top_p", "stop")}),
+        **{name: common[name] for name in (*names, "prefill_chunk", "prefill_group", "pad_prefill")},
         progress=False,
     )
     drafter = make("drafters", axes["drafter"]) if axes["drafter"] else None
     changes = _changes(axes["intervention"], model, examples, settings)
-    capture = CaptureConfig(common["capture"])
-    return run(model, examples, drafter=drafter, capture=capture, interventions=changes, **settings)
+    return run(
+        model, examples, drafter=drafter, capture=CaptureConfig(common["capture"]), interventions=changes, **settings
+    )
 
 
 def _changes(text: str | None, model: CachedLM, examples: Sequence[Example], settings: JsonDict) -> list[Intervention]:
     """Returns a list with the cell's Intervention for each request; [] if the cell has none."""
     if text is None:
         return []
-    change, states = parse_change(text), None
-    if change.name in NEEDS_STATES:
-        site, layer = change.where["site"], change.where["layer"]
-        of_layer: JsonDict = {**settings, "layers": [layer], "lens": None}
-        unchanged = run(model, examples, capture=site, **of_layer)
-        states = torch.cat([unchanged.states(site, layer, request.request_id) for request in unchanged.requests])
-    return make_changes(change, range(len(examples)), states)
+    states = None
+    if text.startswith(NEEDS_STATES):
+        (one,) = make_changes(text, [0])
+        plain: JsonDict = {**settings, "layers": [one.layer], "lens": None}
+        unchanged = run(model, examples, capture=one.site, **plain)
+        states = torch.cat([unchanged.states(one.site, one.layer, r.request_id) for r in unchanged.requests])
+    return make_changes(text, range(len(examples)), states)
 
 
 def _plain(value: object) -> object:

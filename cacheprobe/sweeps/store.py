@@ -74,8 +74,9 @@ def opened(url: str) -> tuple[Any, str, bool]:
 class SweepStore:
     """Writes and reads the shards (saved runs) and other files of a sweep, in a folder or at an fsspec address."""
 
-    def __init__(self, url: "str | Path") -> None:
-        folder("out", url)  # raises for what is no path
+    def __init__(self, url: "str | Path | None") -> None:
+        """Opens the store at `url`. Raises: ValueError for what is no path, and as `opened`."""
+        folder("out", url)
         self.url = str(url)
         self.fs, self.root, self.is_local = opened(self.url)
 

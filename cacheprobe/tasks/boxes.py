@@ -15,8 +15,9 @@ from random import Random
 from typing import ClassVar
 
 from cacheprobe.core.registry import register
+from cacheprobe.core.values import whole_number
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import CountedTask, Writer, check_count, check_names, pick
+from cacheprobe.tasks.drawing import CountedTask, Writer, pick, require_names
 from cacheprobe.tasks.words import vocabulary_of
 
 OBJECTS = ("apple", "bell", "book", "coin", "key", "lamp", "map", "pen")
@@ -75,10 +76,10 @@ class Boxes(CountedTask):
     answers_are_even: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps, at_least=1)
-        check_count("boxes", self.boxes, at_least=2)
-        check_count("at_most", self.at_most, at_least=1)
-        check_names(self.objects, 2, "objects must be two at least", "give more", what="objects")
+        whole_number("steps", self.steps, at_least=1)
+        whole_number("boxes", self.boxes, at_least=2)
+        whole_number("at_most", self.at_most, at_least=1)
+        require_names(self.objects, 2, "objects must be two at least", "give more", what="objects")
         if any(" " in thing for thing in self.objects):
             raise ValueError(f"objects must be single words, got {tuple(self.objects)}")
         if self._num_answers > MOST_ANSWERS:

@@ -12,6 +12,7 @@ from random import Random
 from typing import ClassVar
 
 from cacheprobe.core.registry import register
+from cacheprobe.core.values import flag, require_one_of, whole_number
 from cacheprobe.tasks.base import SHOT_SEPARATOR, Example, Question, Tokenizer
 from cacheprobe.tasks.drawing import (
     FILLERS,
@@ -19,12 +20,10 @@ from cacheprobe.tasks.drawing import (
     CountedTask,
     Writer,
     balanced_side,
-    check_count,
-    check_flag,
-    check_names,
-    check_probability,
     draw,
     filler,
+    require_names,
+    require_probability,
 )
 from cacheprobe.tasks.words import split_words, vocabulary_of
 
@@ -43,8 +42,7 @@ def coin_question(initial: str, events: Sequence[tuple[str, bool]]) -> Question:
 
     events: (name, True if the person flips the coin), one or more.
     """
-    if initial not in STATES:
-        raise ValueError(f"initial={initial!r} is no state of a coin; use one of {STATES}")
+    require_one_of("initial state", initial, STATES)
     if not events:
         raise ValueError("a coin question needs at least one event, such as ('Alice', True)")
     writer, states = Writer(), [initial]
@@ -124,12 +122,11 @@ class CoinFlip(CoinTask):
     distinct: bool = True
 
     def __post_init__(self) -> None:
-        check_count("people", self.people, at_least=1)
-        check_count("shots", self.shots, at_least=0)
-        check_flag("distinct", self.distinct)
-        check_probability("flip_probability", self.flip_probability)
-        if self.initial not in ("random", *STATES):
-            raise ValueError(f"initial={self.initial!r} is unknown; use 'random', 'heads' or 'tails'")
+        whole_number("people", self.people, at_least=1)
+        whole_number("shots", self.shots, at_least=0)
+        flag("distinct", self.distinct)
+        require_probability("flip_probability", self.flip_probability)
+        require_one_of("initial", self.initial, ("random", *STATES))
         if self.balanced and self.initial != "random" and self.flip_probability in (0, 1):
             raise ValueError(
                 f"balanced=True cannot be had with initial={self.initial!r} and "
@@ -139,7 +136,7 @@ class CoinFlip(CoinTask):
         needed = self.people * (2 if self.shots else 1) if self.distinct else 1
         others = ", as shots take other people than the question" if self.shots else ""
         why = f"people={self.people} needs {needed} names{others}"
-        check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
+        require_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
 
     def vocabulary(self) -> tuple[str, ...]:
         """Returns the sorted tuple of all words and punctuation marks of the coin-flip texts, for `word_tokenizer`."""
@@ -213,11 +210,11 @@ class CoinFlipSparse(CoinTask):
 
     def __post_init__(self) -> None:
         self._coin()
-        check_probability("density", self.density)
+        require_probability("density", self.density)
         if not self.density > 0:
             raise ValueError("density=0 would leave no room for an operation; give a share above 0, such as 0.05")
         longest = max((len(split_words(f"{name} does not flip.")) for name in self.names), default=0)
-        check_count("chunk", self.chunk, at_least=longest)
+        whole_number("chunk", self.chunk, at_least=longest)
 
     def _coin(self) -> CoinFlip:
         return CoinFlip(self.people, flip_probability=self.flip_probability, names=self.names, distinct=False)

@@ -7,10 +7,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from random import Random
 from typing import ClassVar, TypeVar
 
+from cacheprobe.core.values import number, whole_number
 from cacheprobe.tasks.base import Event, Example, Question
 from cacheprobe.tasks.words import MARKS, vocabulary_of
 
@@ -55,8 +55,8 @@ class Task(ABC):
 
     def examples(self, n: int, seed: int = 0) -> list[Example]:
         """Returns a list of `n` Examples. Example i depends on the settings, `seed` and i, not on `n`."""
-        check_count("n", n, at_least=1)
-        check_count("seed", seed)
+        whole_number("n", n, at_least=1)
+        whole_number("seed", seed)
         return [self.example(index, seed) for index in range(n)]
 
 
@@ -115,8 +115,8 @@ class ListedTask(Task):
     def example(self, index: int, seed: int = 0) -> Example:
         """Returns question number `index` of the list, or of the list in a random order if `seed` is not 0. Raises:
         ValueError if there are fewer questions, or lists of other lengths."""
-        check_count("index", index, at_least=0)
-        check_count("seed", seed)
+        whole_number("index", index, at_least=0)
+        whole_number("seed", seed)
         name, count = type(self).__name__, len(self.prompts)
         if not len(self.answers) == count == len(self.states or self.prompts):
             lengths = f"{count} prompts, {len(self.answers)} answers and {len(self.states)} lists of states"
@@ -158,8 +158,8 @@ def mixed(task: Task, operations: Iterable[int] = range(1, 11), *, n: int, seed:
     example i, and does not depend on `n`. Examples of a group with balanced answers have the same k, so every k is
     balanced.
     """
-    check_count("n", n, at_least=1)
-    check_count("seed", seed)
+    whole_number("n", n, at_least=1)
+    whole_number("seed", seed)
     tasks = [task.with_operations(count) for count in operations]
     if not tasks:
         raise ValueError("operations is empty; give the numbers of operations to draw from, such as range(1, 11)")
@@ -177,29 +177,10 @@ def balanced_side(key: str, index: int) -> int:
     return (Random(f"{key}/pair/{index // 2}").random() < 0.5) ^ (index % 2)
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Checks the setting `name`. Raises: ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {choices}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Checks the setting `name`. Raises: ValueError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
-
-
-def check_probability(name: str, value: float | int) -> None:
+def require_probability(name: str, value: object) -> None:
     """Checks the setting `name`. Raises: ValueError unless `value` is a number from 0 to 1."""
-    if not isinstance(value, Real) or not 0 <= value <= 1:
-        raise ValueError(f"{name}={value!r} is no probability; give a number from 0 to 1")
-
-
-def check_count(name: str, value: int, at_least: int | None = None) -> None:
-    """Checks the setting `name`. Raises: ValueError unless `value` is a whole number and, if given, >= `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or (at_least is not None and value < at_least):
-        bound = "" if at_least is None else f", {at_least} or more"
-        raise ValueError(f"{name}={value!r} must be a whole number{bound}")
+    if not 0 <= number(name, value) <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {value}")
 
 
 NAMES = tuple(
@@ -217,19 +198,14 @@ HELD_OUT_NAMES = NAMES[3::4]
 TRAIN_NAMES = tuple(name for name in NAMES if name not in HELD_OUT_NAMES)
 
 
-def check_names(names: Sequence[str], needed: int, why: str, remedy: str, what: str = "names") -> None:
-    """Checks names. Raises: ValueError for one string in place of a sequence, for fewer than `needed` names, a repeated
-    name, or a name that is not words with single spaces between them.
+def require_names(names: Sequence[str], needed: int, why: str, remedy: str, what: str = "names") -> None:
+    """Checks names. Raises: ValueError unless they are different texts of words with single spaces between them, and
+    at least `needed`.
 
     why, remedy: first and last part of the error message about too few names.  what: the plural noun in the messages.
     """
-    if isinstance(names, str):
-        raise ValueError(f"{what}={names!r} is one string; give a sequence of {what}")
-    for name in names:
-        if not isinstance(name, str) or not name or name != " ".join(name.split()):
-            raise ValueError(f"{what} holds {name!r}; give words, with single spaces between them at most")
-    if len(set(names)) < len(names):
-        raise ValueError(f"{what} holds a name more than once; give each once")
+    if isinstance(names, str) or len(set(names)) < len(names) or any(not n or n != " ".join(n.split()) for n in names):
+        raise ValueError(f"{what} must be different words, with single spaces between them, got {names!r:.80}")
     if needed > len(names):
         raise ValueError(f"{why}, got {len(names)}; {remedy}")
 

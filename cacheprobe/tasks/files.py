@@ -79,8 +79,6 @@ def example_from_record(record: Unchecked) -> Example:
     required = {"prompt", "answer", "events", "states"} if is_coin_flip else {"question"}
     _check_fields(record, required, {"shots", "chat"})
     shots, chat = record.get("shots", []), record.get("chat", False)
-    if type(chat) is not bool:
-        raise ValueError(f"chat is {chat!r}; it must be true or false")
     if not is_coin_flip:
         return Example(_question_of(record["question"]), tuple(map(_question_of, shots)), chat)
     for shot in shots:
@@ -105,9 +103,6 @@ def _is_coin_flip(question: Question) -> bool:
 def _coin_question_of(record: Unchecked) -> Question:
     """Returns the coin-flip question with a record's events. Raises: ValueError if events and states disagree."""
     events, states = record["events"], tuple(record["states"])
-    for event in events:
-        if len(event) != 2 or type(event[0]) is not str or type(event[1]) is not bool:
-            raise ValueError(f"an event is [name, true or false], got {event!r}")
     question = coin_question(states[0] if states else "", list(map(tuple, events)))
     if states != question.states:
         raise ValueError(f"states are {states}, but the events give {question.states}")
@@ -117,14 +112,6 @@ def _coin_question_of(record: Unchecked) -> Question:
 def _question_of(record: Unchecked) -> Question:
     """Returns the Question with a record's fields. Raises: ValueError if a field is missing, unknown or wrong."""
     _check_fields(record, FIELDS, set())
-    for field in ("text", "answer"):
-        if type(record[field]) is not str:
-            raise ValueError(f"{field} is {record[field]!r}; it must be text")
-    for field in ("answers", "states", "thoughts"):
-        if not all(type(text) is str for text in record[field]):
-            raise ValueError(f"{field} must be texts, got {record[field]!r:.80}")
-    if not all(len(span) == 2 and all(type(bound) is int for bound in span) for span in record["spans"]):
-        raise ValueError(f"spans must be pairs of whole numbers, got {record['spans']!r:.80}")
     return Question(**{field: _with_tuples(value) for field, value in record.items()})
 
 

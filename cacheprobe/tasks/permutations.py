@@ -14,8 +14,9 @@ from random import Random
 from typing import ClassVar
 
 from cacheprobe.core.registry import register
+from cacheprobe.core.values import require_one_of, whole_number
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import FILLERS, CountedTask, Writer, check_choice, check_count, filler, pick
+from cacheprobe.tasks.drawing import FILLERS, CountedTask, Writer, filler, pick
 from cacheprobe.tasks.words import vocabulary_of
 
 COLOURS = ("red", "green", "blue", "white", "black")
@@ -96,11 +97,11 @@ class Permutations(CountedTask):
     counted: ClassVar[str] = "steps"
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps, at_least=1)
-        check_count("elements", self.elements, at_least=2)
-        check_count("jitter", self.jitter, at_least=0)
-        check_choice("wording", self.wording, WORDINGS)
-        check_choice("asked", self.asked, ASKED)
+        whole_number("steps", self.steps, at_least=1)
+        whole_number("elements", self.elements, at_least=2)
+        whole_number("jitter", self.jitter, at_least=0)
+        require_one_of("wording", self.wording, WORDINGS)
+        require_one_of("asked", self.asked, ASKED)
         if self.elements > len(COLOURS):
             raise ValueError(f"elements={self.elements} is too many; give 2 to {len(COLOURS)}")
 

@@ -13,8 +13,8 @@ from functools import lru_cache, partial
 from itertools import repeat
 from typing import TYPE_CHECKING
 
+from cacheprobe.core.values import require_one_of, whole_number
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import check_choice, check_count
 from cacheprobe.tasks.words import encode_strictly, refuse_unknown
 
 if TYPE_CHECKING:
@@ -145,12 +145,12 @@ def annotate_all(
 
 def _require_choices(chunk: int, form: str, max_thought: int | None, chain: str | None) -> None:
     """Checks arguments of `annotate_all`. Raises: ValueError if one is not allowed."""
-    check_count("chunk", chunk, at_least=1)
-    check_choice("form", form, FORMATS)
+    whole_number("chunk", chunk, at_least=1)
+    require_one_of("form", form, FORMATS)
     if chain is not None:
-        check_choice("chain", chain, CHAINS)
+        require_one_of("chain", chain, CHAINS)
     if max_thought is not None:
-        check_count("max_thought", max_thought, at_least=1)
+        whole_number("max_thought", max_thought, at_least=1)
 
 
 def _padded(
@@ -160,7 +160,7 @@ def _padded(
     num_pads: number of pads before the closing words."""
     front, closing = -(len(prompt) + num_pads) % chunk, len(prompt)
     if num_pads:
-        check_count("pads_before_closing", num_pads, at_least=0)
+        whole_number("pads_before_closing", num_pads, at_least=0)
         closing = _closing_token(question, encoding)
     return [pad] * front + prompt[:closing] + [pad] * num_pads + prompt[closing:], front
 

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from random import Random
 
 from cacheprobe.core.registry import register
+from cacheprobe.core.values import flag, require_one_of, whole_number
 from cacheprobe.tasks.base import Example, Question
 from cacheprobe.tasks.coin_flip import ANSWERS, STATES, CoinTask, turned
 from cacheprobe.tasks.drawing import (
     NAMES,
     Writer,
     balanced_side,
-    check_choice,
-    check_count,
-    check_flag,
-    check_names,
-    check_probability,
     draw,
     pick,
+    require_names,
+    require_probability,
 )
 from cacheprobe.tasks.words import vocabulary_of
 
@@ -79,14 +77,14 @@ class TwoCoins(CoinTask):
     distinct: bool = True
 
     def __post_init__(self) -> None:
-        check_count("people", self.people, at_least=1)
-        check_probability("flip_probability", self.flip_probability)
-        check_choice("says", self.says, SAYS)
-        check_flag("question_first", self.question_first)
-        check_flag("distinct", self.distinct)
+        whole_number("people", self.people, at_least=1)
+        require_probability("flip_probability", self.flip_probability)
+        require_one_of("says", self.says, SAYS)
+        flag("question_first", self.question_first)
+        flag("distinct", self.distinct)
         needed = self.people if self.distinct else 1
         why = f"people={self.people} needs {needed} names"
-        check_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
+        require_names(self.names, needed, why, "give more names or fewer people, or distinct=False")
 
     def vocabulary(self) -> tuple[str, ...]:
         """Returns the sorted tuple of all words and punctuation marks of the texts about two coins, for

@@ -13,8 +13,9 @@ from string import ascii_lowercase
 from typing import ClassVar
 
 from cacheprobe.core.registry import register
+from cacheprobe.core.values import flag, require_one_of, whole_number
 from cacheprobe.tasks.base import Example, Question
-from cacheprobe.tasks.drawing import FILLERS, CountedTask, Writer, check_choice, check_count, check_flag, filler, pick
+from cacheprobe.tasks.drawing import FILLERS, CountedTask, Writer, filler, pick
 from cacheprobe.tasks.words import vocabulary_of
 
 SAYS = ("value", "assignment")
@@ -75,12 +76,12 @@ class Variables(CountedTask):
     counted: ClassVar[str] = "updates"
 
     def __post_init__(self) -> None:
-        check_count("updates", self.updates, at_least=1)
-        check_count("variables", self.variables, at_least=2)
-        check_count("modulus", self.modulus, at_least=2)
-        check_count("jitter", self.jitter, at_least=0)
-        check_choice("says", self.says, SAYS)
-        check_flag("question_first", self.question_first)
+        whole_number("updates", self.updates, at_least=1)
+        whole_number("variables", self.variables, at_least=2)
+        whole_number("modulus", self.modulus, at_least=2)
+        whole_number("jitter", self.jitter, at_least=0)
+        require_one_of("says", self.says, SAYS)
+        flag("question_first", self.question_first)
         if self.variables > len(ascii_lowercase):
             raise ValueError(f"variables={self.variables} is more than there are letters; give {len(ascii_lowercase)}")
 

@@ -176,7 +176,7 @@ def test_the_dashboard_draws_both_grids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(steps=-1), "steps must be 0 for attribution patching"),
+        (dict(steps=-1), "steps must be a whole number of at least 0"),
         (dict(site="Z"), "unknown site 'Z'"),
         (dict(heads=True), "site S has no heads"),
         (dict(layers=[3]), "layer 3 lies outside the model"),

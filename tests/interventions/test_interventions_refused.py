@@ -21,13 +21,14 @@ LIGHT = {**SMALL, "max_new_tokens": 6, "capture": "S"}
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: zero(**{**S1, "site": "Q"}), "zero of request 0 .*unknown site 'Q'; sites to change are S, T, C, pre"),
+        (lambda: zero(**{**S1, "site": "Q"}), "unknown site for zero 'Q'; choose one of S, T, C, pre"),
         (lambda: zero(**S1, head=1), "only sites T and recurrent have heads"),
-        (lambda: zero(**S1, positions=[3, -1]), "position -1 is negative; positions are absolute"),
-        (lambda: zero(**S1, positions=[]), "there is no position, so nothing would change"),
-        (lambda: zero(**S1, positions=[3, 3]), "a position is given twice"),
-        (lambda: zero(**S1, phases="warm-up"), "unknown phase 'warm-up'; phases are prefill, decode, verify"),
-        (lambda: zero(**S1, phases=()), "phases is empty"),
+        (lambda: zero(**S1, positions=[3, -1]), "one of positions must be a whole number of at least 0, got -1"),
+        (lambda: zero(**S1, positions=[]), "positions is empty, so nothing would change"),
+        (
+            lambda: zero(**S1, phases="warm-up"),
+            "unknown phase for zero 'warm-up'; choose one of prefill",
+        ),
         (lambda: replace(torch.zeros(2, 32), **S1, positions=[1, 2, 3]), "2 vectors for 3 positions"),
         (lambda: replace(torch.zeros(2, 32), **S1), "2 vectors for all positions"),
         (lambda: replace(torch.zeros(1, 2, 3), **S1), r"vectors must be \[w\] or \[n, w\], got \[1, 2, 3\]"),

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from cacheprobe.lenses.tuned import require_tuned_lens
 from cacheprobe.sweeps.cells import AXES
 from cacheprobe.sweeps.store import SHARDS
 from cacheprobe.trace.manifest import MANIFEST
@@ -61,11 +60,11 @@ def _silent_about_ctrl_c(real: Any) -> Any:
 
 
 def _writes_its_plan(real: Any) -> Any:
-    def require_room(plan: Any, store: Any, missing: Any) -> float:
+    def missing(plan: Any, store: Any) -> Any:
         store.write("sweep.json", b"{}")
-        return real(plan, store, missing)
+        return real(plan, store)
 
-    return require_room
+    return missing
 
 
 class _Forgetful(dict):
@@ -128,7 +127,7 @@ MUTATIONS = [
     ),
     bug("a failure ends the sweep", ("failures",), f"{SWEEPS}.backends:run_and_commit", _raises_failures),
     bug("Ctrl-C is not told", ("Ctrl-C",), f"{SWEEPS}.engine:_run", _silent_about_ctrl_c),
-    bug("a dry run writes its plan", ("dry run",), f"{SWEEPS}.engine:require_room", _writes_its_plan),
+    bug("a dry run writes its plan", ("dry run",), f"{SWEEPS}.engine:_missing", _writes_its_plan),
     bug("a full disk stops nothing", ("full disk",), f"{SWEEPS}.run_cell:FULL", instead("out of space")),
     bug("every cell loads its model", ("loading",), f"{SWEEPS}.run_cell:_MODEL", instead(_Forgetful())),
     # -- who is told apart
@@ -159,61 +158,26 @@ MUTATIONS = [
         lambda real: lambda about: [about["meta"]["sweep"]["cell"]["axes"][name] for name in AXES] and real(about),
     ),
     # -- what is refused
-    bug(
-        "a layer too many",
-        ("drafters", "layers"),
-        f"{PLAN}:_check_parts",
-        lambda real: lambda facts, axes: real(replace(facts, n_layers=facts.n_layers + 1), axes),
-    ),
-    bug(
-        "heads are not counted",
-        ("heads",),
-        f"{PLAN}:_check_parts",
-        lambda real: lambda facts, axes: real(replace(facts, n_heads=99), axes),
-    ),
-    bug(
-        "options are not read",
-        ("options",),
-        f"{FACTORY}:parse_options",
-        lambda real: lambda *given: {k: v for k, v in real(*given).items() if k in ("site", "layer")},
-    ),
-    bug(
-        "a lens is believed and fits all",
-        ("lenses", "other lenses"),
-        f"{PLAN}:_check_stored_lens",
-        instead(lambda facts, text, folder: require_tuned_lens(folder)),
-    ),
-    bug("words are numbers", ("numbers",), f"{FACTORY}:_NUMBERS", instead({})),
-    bug(
-        "positions have no end",
-        ("positions",),
-        f"{PLAN}:_changed",
-        lambda real: lambda axes: {**real(axes), "positions": None},
-    ),
-    bug("an object is made of a text", ("objects",), f"{PLAN}:NEEDS_OBJECTS", instead({})),
+    bug("parts are made later", ("drafters", "options"), f"{PLAN}:_make_parts", instead(lambda axes, config: None)),
+    bug("a lens is believed", ("lenses",), f"{PLAN}:folder_digest", instead(lambda folder: "")),
+    bug("positions are all", ("positions",), f"{FACTORY}:span", instead(lambda text: range(1))),
     bug(
         "adapters are looked for later",
         ("adapters",),
-        f"{PLAN}:_check_model",
-        lambda real: lambda facts, axes: real(facts, {**axes, "adapter": None}),
+        f"{PLAN}:_sources",
+        lambda real: lambda axes: real({**axes, "adapter": None}),
     ),
     bug(
-        "tokens in front are not counted",
-        ("pads",),
-        f"{SWEEPS}.facts:ModelFacts.count_tokens",
-        lambda real: lambda self, text: real(replace(self, thinking=SimpleNamespace(chunk=1)), text),
-    ),
-    bug(
-        "no token stands in front",
-        ("first tokens",),
-        f"{SWEEPS}.facts:ModelFacts.count_tokens",
-        instead(lambda self, text: len(self.tokenizer(text, add_special_tokens=False).input_ids)),
+        "interventions are not made",
+        ("unfit cells",),
+        f"{SWEEPS}.run_cell:make_changes",
+        instead(lambda text, request_ids, states=None: []),
     ),
     bug(
         "seeds end early",
         ("ranges of seeds",),
-        f"{SWEEPS}.settings:_span",
-        lambda real: lambda given: real(given)[:-1] or real(given),
+        f"{SWEEPS}.settings:span",
+        lambda real: lambda text: real(text)[:-1] or real(text),
     ),
     bug(
         "names say all",
@@ -221,13 +185,7 @@ MUTATIONS = [
         f"{SWEEPS}.cells:distinguishing_labels",
         instead(lambda cells: {digest: str(cell) for digest, cell in cells.items()}),
     ),
-    bug(
-        "rows are not counted",
-        ("capacity",),
-        f"{PLAN}:complaint",
-        lambda real: lambda axes, run: real(axes, run.model_copy(update={"capacity": 10**6})),
-    ),
-    bug("a budget is no limit", ("disk budget",), f"{SWEEPS}.plan:require_room", instead(lambda *given: math.inf)),
+    bug("a budget is no limit", ("disk budget",), f"{SWEEPS}.engine:bytes_left", instead(lambda *given: math.inf)),
     bug("a folder is open to all", ("one folder",), f"{SWEEPS}.store:only_writer", instead(lambda path: nullcontext())),
     # -- what is committed
     bug("a manifest is put first", ("cut far away",), f"{STORE}._put", instead(_manifest_first)),

@@ -125,21 +125,15 @@ def test_in_the_interpreter_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_doctor_says_which_and_why(gpu: pytest.MonkeyPatch) -> None:
-    """Which operation of a run which kernel computes: all of them or none."""
-    assert set(section.USES) == {operation.name for operation in OPERATIONS}
+    """Runs use all kernels or none."""
     told = {operation.name: Path(KERNEL, "compiled for NVIDIA H100") for operation in OPERATIONS}
-    gpu.setattr(section, "paths", lambda device: told)
     gpu.setattr(dispatch, "paths", lambda device: told)
     gpu.setattr(dispatch.matmul, "path", lambda device: told["matmul"])
-    runs, *others = section.kernels()
-    assert runs.name == "runs" and runs.result.startswith("on cuda use all; Triton ")
-    assert [f.name for f in others] == [section.USES[operation.name] for operation in OPERATIONS]
-    assert others[1].result == "matmul, kernel: compiled for NVIDIA H100" and all(f.is_there for f in others)
+    (runs,) = section.kernels()
+    assert runs.result.startswith("on cuda use all; Triton ")
     told["matmul"] = Path(REFERENCE, "the kernel fails")
-    runs, *others = section.kernels()
+    (runs,) = section.kernels()
     assert runs.result == "use none; torch or compiled loops compute instead (matmul: the kernel fails)"
-    assert [f.is_there for f in others] == [True, False, True, True, True, True]
-    assert not others[1].demo_needs_it
 
 
 def test_without_a_gpu_the_doctor_says_that_no_run_uses_a_kernel(compiled: pytest.MonkeyPatch) -> None:
@@ -147,5 +141,5 @@ def test_without_a_gpu_the_doctor_says_that_no_run_uses_a_kernel(compiled: pytes
         "use none; torch or compiled loops compute instead (rms_norm: there is no GPU)"
     ]
     compiled.setattr(dispatch, "uses_triton_interpreter", lambda: True)
-    runs, *others = section.kernels()
-    assert runs.result.startswith('use all with products="kernels", else none; Triton ') and len(others) == 6
+    (runs,) = section.kernels()
+    assert runs.result.startswith('use all with products="kernels", else none; Triton ')

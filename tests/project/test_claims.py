@@ -75,7 +75,7 @@ def test_what_opens_notebooks_is_named_where_it_is_used() -> None:
 def test_the_doctor_is_right_which_runs_use_kernels() -> None:
     """All kernels go through ops/kernel_set.py, which takes all or none; another import of the dispatcher, and the
     doctor's and the documentation's word would be wrong."""
-    allowed = {"cacheprobe/cli/doctor.py", "cacheprobe/ops/dispatch.py", "cacheprobe/ops/kernel_set.py"}
+    allowed = {"cacheprobe/ops/dispatch.py", "cacheprobe/ops/kernel_set.py"}
     using = {
         path
         for path, source in source_files("cacheprobe").items()

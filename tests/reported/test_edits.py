@@ -127,7 +127,7 @@ def test_a_sweep_tells_it_and_counts_the_rows(tmp_path: Path) -> None:
     grid = dict(model="coinflip-plain", task="coin_flip:people=2", drafter="early_exit:layer=1", window=4, seed=0)
     asked = dict(grid=grid, run=dict(n=1, max_new_tokens=4, capacity=128, group=1))
     grid["intervention"] = "add:site=S,layer=1,value=5,phases=decode"
-    with pytest.warns(RuntimeWarning, match=r"changes draft tokens alone.* write phases=decode\+verify"):
+    with pytest.warns(RuntimeWarning, match=REMEDY):
         cp.sweep(asked, out=tmp_path / "drafts", progress=False)
     (drafts,) = cp.load_sweep(tmp_path / "drafts").cells.to_dict("records")
     assert drafts["changed_rows"] == 0

@@ -285,7 +285,7 @@ def test_answers_that_cannot_be_told_apart_are_refused(letter_tokenizer, sentenc
 
 
 def test_bad_calls_are_one_line_errors():
-    with pytest.raises(ValueError, match="initial='edge' is no state"):
+    with pytest.raises(ValueError, match="unknown initial state 'edge'"):
         coin_question("edge", [("Alice", True)])
     with pytest.raises(ValueError, match="at least one event"):
         coin_question("heads", [])

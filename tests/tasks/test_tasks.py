@@ -146,7 +146,7 @@ def test_mixed_needs_numbers_of_operations():
     task = TASKS["coin_flip"]()
     with pytest.raises(ValueError, match="operations is empty"):
         mixed(task, [], n=3)
-    with pytest.raises(ValueError, match="n=0 must be a whole number"):
+    with pytest.raises(ValueError, match="n must be a whole number of at least 1, got 0"):
         mixed(task, n=0)
 
 

@@ -235,12 +235,11 @@ def test_a_thought_too_long_is_named(words):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk": 0}, "chunk=0 must be a whole number, 1 or more"),
-        ({"form": "words"}, "form='words' is unknown"),
-        ({"chain": "words"}, "chain='words' is unknown"),
+        ({"chunk": 0}, "chunk must be a whole number of at least 1, got 0"),
+        ({"form": "words"}, "unknown form 'words'"),
         ({"pads_before_closing": [1, 2]}, "one number of pads_before_closing for each of 1 examples, got 2"),
-        ({"pads_before_closing": [-1]}, "pads_before_closing=-1 must be a whole number, 0 or more"),
-        ({"max_thought": 0}, "max_thought=0"),
+        ({"pads_before_closing": [-1]}, "pads_before_closing must be a whole number of at least 0, got -1"),
+        ({"max_thought": 0}, "max_thought must be a whole number of at least 1"),
         ({"examples": CoinFlip(shots=1).examples(1)}, "use examples with shots=0"),
         ({"examples": CoinFlip(chat=True).examples(1)}, "chat=False"),
         ({"examples": CoinFlip(names=["Zoe", "Zac"]).examples(1)}, "the word 'Z"),

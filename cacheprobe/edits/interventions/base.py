@@ -12,16 +12,13 @@ from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
 from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.records import PHASES
-from cacheprobe.core.values import JsonDict, flag, listed, require_known_options, whole_number
+from cacheprobe.core.values import JsonDict, flag, listed, require_known_options, require_one_of, whole_number
 
 EDITED_SITES = (*SITES, "pre", ROUTER, RECURRENT)
 """Sites whose states an intervention may change: S, T, C, "pre", the input of a block, "router", the logits of a router
 over its experts, and "recurrent", the state of a recurrent layer after a token."""
 SITES_OF_HEADS = ("T", RECURRENT)
 """Sites at which an intervention may change a single head."""
-ACTIONS = ("replace", "add", "function")
-"""Replace a state by a vector, add a vector to the state, or let a function compute it."""
-
 
 Numbers: TypeAlias = "int | Iterable[int] | None"
 """Positions or steps: one, several, or None for all."""
@@ -95,7 +92,7 @@ class Intervention:
     name: str
     """Name of the function that created the intervention, such as "zero"."""
     action: str
-    """"replace", "add" or "function"."""
+    """"replace" a state by a vector, "add" a vector to the state, or let a "function" compute it."""
     vectors: Tensor = field(repr=False)
     """[n, w], float32 or float64: one vector for all positions, one for each position, or, with `seed`, the vectors to
     choose from. w is d_model, the head's width, the number of experts, the numbers of all heads of a recurrent state
@@ -137,20 +134,18 @@ class Intervention:
             keep(name, whole_number(f"{self.name}: {name}", getattr(self, name)))
         keep("include_special", flag(f"{self.name}: include_special", self.include_special))
         keep("vectors", _checked(self.vectors, str(self)))
-        keep("positions", _as_numbers(self.positions, "position", str(self)))
-        keep("steps", _as_numbers(self.steps, "step", str(self)))
-        keep("phases", (self.phases,) if isinstance(self.phases, str) else self.phases and tuple(self.phases))
-        if self.site not in EDITED_SITES:
-            raise ValueError(f"{self}: unknown site {self.site!r}; sites to change are {', '.join(EDITED_SITES)}")
-        if self.action not in ACTIONS:
-            raise ValueError(f"{self}: unknown action {self.action!r}; choose one of {', '.join(ACTIONS)}")
+        for name in ("positions", "steps"):
+            if (given := getattr(self, name)) is not None:
+                keep(name, tuple(whole_number(f"{self}: one of {name}", one, at_least=0) for one in listed(given)))
+        keep("phases", None if self.phases is None else tuple(listed(self.phases)))
+        require_one_of(f"site for {self.name}", self.site, EDITED_SITES)
         if self.head is not None and self.site not in SITES_OF_HEADS:
             raise ValueError(f"{self}: only sites {' and '.join(SITES_OF_HEADS)} have heads; leave out head=")
         for phase in self.phases or ():
-            if phase not in PHASES:
-                raise ValueError(f"{self}: unknown phase {phase!r}; phases are {', '.join(PHASES)}")
-        if self.phases is not None and not self.phases:
-            raise ValueError(f"{self}: phases is empty, so nothing would change; use None for all")
+            require_one_of(f"phase for {self.name}", phase, PHASES)
+        for name in ("positions", "steps", "phases"):
+            if getattr(self, name) == ():
+                raise ValueError(f"{self}: {name} is empty, so nothing would change; use None for all")
         n, wanted = len(self.vectors), len(self.positions or ())
         if self.seed is None and n not in (1, wanted):
             raise ValueError(f"{self}: {n} vectors for {wanted or 'all'} positions; give one, or one for each")
@@ -223,18 +218,3 @@ def _checked(vectors: object, what: str) -> Tensor:
     if not bool(torch.isfinite(made).all()):
         raise ValueError(f"{what}: vectors hold NaN or infinity, which no mask would hide; give finite numbers")
     return made.contiguous()
-
-
-def _as_numbers(given: object, noun: str, what: str) -> tuple[int, ...] | None:
-    """Returns one number or several as a tuple of int; None for None. Raises: ValueError for an empty list, a negative
-    number, a number that is given twice, and for anything but whole numbers."""
-    if given is None:
-        return None
-    numbers = tuple(whole_number(f"{what}: a {noun}", x) for x in listed(given))
-    if not numbers:
-        raise ValueError(f"{what}: there is no {noun}, so nothing would change; use None for all")
-    if min(numbers) < 0:
-        raise ValueError(f"{what}: {noun} {min(numbers)} is negative; {noun}s are absolute and count from 0")
-    if len(set(numbers)) != len(numbers):
-        raise ValueError(f"{what}: a {noun} is given twice; give each once")
-    return numbers

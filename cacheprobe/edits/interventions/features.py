@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import ROUTER
-from cacheprobe.core.values import number, whole_number
+from cacheprobe.core.values import listed, number, whole_number
 from cacheprobe.edits.interventions.base import Acting, Intervention, StateContext, checked_fields
 from cacheprobe.edits.interventions.functions import places_of
 from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
@@ -148,10 +148,9 @@ def ablate_expert(
     Twin: tests.experts.slowly.ablated_slowly, whose logit is minus infinity: the same tokens and experts.
     """
     fields = checked_fields("ablate_expert", when, Acting)
-    listed = list(experts) if isinstance(experts, Iterable) else [experts]
-    numbers = tuple(sorted({whole_number("experts: an expert", one) for one in listed}))
-    if not numbers or numbers[0] < 0:
-        raise ValueError(f"ablate_expert: experts must be one or more numbers from 0 on, got {listed!s:.60}")
+    numbers = tuple(sorted({whole_number("experts: an expert", one, at_least=0) for one in listed(experts)}))
+    if not numbers:
+        raise ValueError("ablate_expert: experts is empty, so nothing would change")
     return tuple(
         ExpertAblation(
             name="ablate_expert", action="function", vectors=torch.zeros(1, 1), experts=numbers, request_id=request_id,

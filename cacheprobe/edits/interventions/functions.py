@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import place_of
-from cacheprobe.core.values import name_of, source_sha256
+from cacheprobe.core.values import listed, name_of, source_sha256
 from cacheprobe.edits.interventions.base import Intervention, StateContext, WhereLayers, checked_fields
 
 StateFunction: TypeAlias = Callable[[Tensor, StateContext], Tensor]
@@ -42,13 +42,10 @@ class Function(Intervention):
             new = self.function(state, context)
         except Exception as error:
             raise ValueError(f"{place}: the function raised {type(error).__name__}: {error!s:.200}") from error
-        if not isinstance(new, Tensor):
-            raise ValueError(f"{place}: the function returned {type(new).__name__}; return the state, a tensor")
-        if new.shape != shape or new.dtype != dtype or new.device != device:
-            raise ValueError(
-                f"{place}: the function returned {list(new.shape)} {new.dtype} on {new.device}, where a state is "
-                f"{list(shape)} {dtype} on {device}"
-            )
+        if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (shape, dtype, device):
+            wanted = f"a tensor {list(shape)} of {dtype} on {device}"
+            got = f"{list(new.shape)} {new.dtype} on {new.device}" if isinstance(new, Tensor) else type(new).__name__
+            raise ValueError(f"{place}: the function returned {got}, where a state is {wanted}")
         return new.detach()
 
     def record(self) -> dict[str, object]:
@@ -100,10 +97,9 @@ def clamp(
     The coefficient is the scalar product with the direction of length 1; low = high sets it.
     Raises: ValueError for a direction that is zero or not finite, and without a bound.
     """
-    if (low is None and high is None) or (low is not None and high is not None and low > high):
-        raise ValueError(f"clamp: give low, high or both, low at most high; got low={low}, high={high}")
-    if not all(math.isfinite(bound) for bound in (low, high) if bound is not None):
-        raise ValueError(f"clamp: bounds must be finite, got low={low}, high={high}")
+    bounds = [bound for bound in (low, high) if bound is not None]
+    if not bounds or bounds != sorted(bounds) or not all(map(math.isfinite, bounds)):
+        raise ValueError(f"clamp: give finite low, high or both, low at most high; got low={low}, high={high}")
     basis = _orthonormal(direction, "clamp")
     if len(basis) != 1:
         raise ValueError(f"clamp: give one direction, got {len(basis)}; make one Intervention for each")
@@ -146,10 +142,10 @@ def _by_layer(
 def places_of(site: str, layers: "int | Iterable[int] | None", what: str) -> list[tuple[str, int]]:
     """Returns (site, layer) of a site at one layer or several, or of a hook point that names its layer. Raises:
     ValueError for no layer: nothing would change."""
-    listed = [operator.index(one) for one in layers] if isinstance(layers, Iterable) else [layers]
-    if not listed:
+    given = [None if layer is None else operator.index(layer) for layer in listed(layers)]
+    if not given:
         raise ValueError(f"{what}: layers is empty, so nothing would change")
-    return [place_of(site, layer) for layer in listed]
+    return [place_of(site, layer) for layer in given]
 
 
 def _orthonormal(directions: Tensor, what: str) -> Tensor:

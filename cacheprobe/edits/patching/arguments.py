@@ -9,10 +9,9 @@ from typing import TypeAlias, TypedDict
 
 from cacheprobe.core.hook_names import HEADS, RECURRENT
 from cacheprobe.core.tokens import tokens_after
-from cacheprobe.core.values import KnownKeywords, listed, whole_number
+from cacheprobe.core.values import KnownKeywords, listed, require_one_of, whole_number
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts import state_shapes
-from cacheprobe.models.paths import usable as usable
 from cacheprobe.models.prompts import Prompt, as_token_ids
 
 RESIDUAL_SITES = ("pre", "S")
@@ -61,16 +60,10 @@ def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int,
     return pair
 
 
-def check_site(site: str, sites: Iterable[str]) -> None:
-    """Checks that `site` is one of `sites`, those that a patching grid supports. Raises: ValueError otherwise."""
-    if site not in sites:
-        raise ValueError(f"unknown site {site!r}; sites of this grid are {', '.join(sites)}")
-
-
 def patched_place(site: str, heads: bool) -> str:
     """Returns the site whose states are patched: that of single heads, or `site`. Raises: ValueError for a site that
     `activation` does not support, and for heads at another site than T."""
-    check_site(site, (*PATCHED_SITES, RECURRENT))
+    require_one_of("site", site, (*PATCHED_SITES, RECURRENT))
     if heads and site not in ("T", RECURRENT):
         raise ValueError(f"site {site} has no heads, only T and {RECURRENT} do; leave out heads=, or use site='T'")
     return HEADS if heads and site == "T" else site
@@ -121,11 +114,9 @@ def as_answer(model: CachedLM, answer: Answer, prompt: Sequence[int]) -> tuple[i
     """
     if isinstance(answer, str):
         return tokens_after(model.decode(prompt), partial(model.encode, add_special_tokens=False), model.decode)(answer)
-    ids = tuple(whole_number("answer: a token id", one) for one in listed(answer))
-    if not ids:
-        raise ValueError("answer: there is no token id; give text, a token id, or several")
-    if bad := [one for one in ids if not 0 <= one < model.d_vocab]:
-        raise ValueError(f"answer: token id {bad[0]} is outside the vocabulary of {model.d_vocab}")
+    ids = tuple(whole_number("answer: a token id", one, at_least=0) for one in listed(answer))
+    if not ids or max(ids) >= model.d_vocab:
+        raise ValueError(f"answer: give text, or token ids below {model.d_vocab}, got {list(ids)}")
     return ids
 
 

@@ -56,8 +56,7 @@ def attribution(
     Twin: tests.twins.gradients_slowly.attribution_slowly: central differences, close(1e-6) in float64.
     """
     place = patched_place(site, heads)
-    if (count := whole_number("steps", steps)) < 0:
-        raise ValueError(f"steps must be 0 for attribution patching, or the number of integration steps, got {count}")
+    count = whole_number("steps", steps, at_least=0)
     bridge_of(model)
     pair = PatchedPair(model, clean, corrupt, answer, (place,), options)
     runs, metrics = pair.runs, _metrics(pair.answer, len(pair.runs[0].token_ids))

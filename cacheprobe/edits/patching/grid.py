@@ -13,8 +13,6 @@ from cacheprobe.edits.patching.cells import AnswerLogits, AnswerPair, Run
 from cacheprobe.models.base import CachedLM
 
 _FORMAT = "cacheprobe patching grid 1"
-_META = ("kind", "site", "value", "model")
-"""Metadata that figures of a grid need."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +63,14 @@ class PatchingGrid:
         try:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if stored["format"] != _FORMAT:
-                raise KeyError(f"format {stored['format']!r:.60}")
-            meta, table = stored["meta"], pd.DataFrame(stored["table"])
-            if lacking := [name for name in _META if not isinstance(meta.get(name), str)]:
-                raise KeyError(f"its meta lacks {', '.join(lacking)}")
-            if lacking := [name for name in ("layer", "position", "token", meta["value"]) if name not in table.columns]:
-                raise KeyError(f"its table lacks {', '.join(lacking)}")
-            return cls(table, meta)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"format {stored['format']!r:.60}")
+            grid = cls(pd.DataFrame(stored["table"]), stored["meta"])
+            for name in ("layer", "position", "token", grid.meta["value"]):
+                grid.table[name]
+            return grid
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is no patching grid ({error!s:.80}); give a file that PatchingGrid.save wrote"
+                f"{path} is no patching grid ({error!r:.80}); give a file that PatchingGrid.save wrote"
             ) from error
 
 

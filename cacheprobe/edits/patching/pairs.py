@@ -8,6 +8,7 @@ import torch
 
 from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.tokens import visible
+from cacheprobe.core.values import require_one_of
 from cacheprobe.edits.patching.arguments import (
     RESIDUAL_SITES,
     Answer,
@@ -17,16 +18,15 @@ from cacheprobe.edits.patching.arguments import (
     as_layers,
     as_pair,
     as_positions,
-    check_site,
     patched_place,
     require_room,
-    usable,
 )
 from cacheprobe.edits.patching.cells import AnswerPair, Edit, PatchingCell, Run, cell, extend, run_once
 from cacheprobe.edits.patching.grid import PatchingGrid, as_stored, difference, pair_meta, pair_table
 from cacheprobe.edits.patching.sweep import CellStore, Group, Index, sweep, unpatched
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts import state_shapes
+from cacheprobe.models.paths import usable
 from cacheprobe.models.prompts import Prompt
 
 _LEAST_DIFFERENCE = 1e-4
@@ -195,7 +195,7 @@ def prefix(
     Source: Li, Guo and Andreas 2025 (arXiv 2503.02854), prefix patching.
     Twin: tests.twins.patching_slowly.naive_grid, close(1e-5) in float32.
     """
-    check_site(site, RESIDUAL_SITES)
+    require_one_of("site", site, RESIDUAL_SITES)
     pair = PatchedPair(model, clean, corrupt, answer, (), options)
     last = len(pair.runs[0].token_ids) - 1
 

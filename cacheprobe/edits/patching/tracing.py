@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.noise import derive_seed
-from cacheprobe.core.values import JsonDict, listed
+from cacheprobe.core.values import JsonDict, listed, require_one_of
 from cacheprobe.edits.patching.arguments import (
     PATCHED_SITES,
     Answer,
@@ -22,14 +22,13 @@ from cacheprobe.edits.patching.arguments import (
     as_layers,
     as_positions,
     as_token_ids,
-    check_site,
     require_room,
-    usable,
 )
 from cacheprobe.edits.patching.cells import AnswerLogits, Edit, PatchingCell, Run, cell, extend, run_once
 from cacheprobe.edits.patching.grid import PatchingGrid, answer_texts, as_stored
 from cacheprobe.edits.patching.sweep import CellStore, Group, Index, sweep, unpatched
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import usable
 from cacheprobe.models.prompts import Prompt
 
 
@@ -82,7 +81,7 @@ def causal_tracing(
     Twin: tests.twins.patching_slowly.naive_grid with the same noise, close(1e-5) in float32.
     """
     config = TracingConfig(**options)
-    check_site(site, PATCHED_SITES)
+    require_one_of("site", site, PATCHED_SITES)
     if min(window, config.samples) < 1 or not config.noise > 0:
         raise ValueError(
             f"window={window}, samples={config.samples}, noise={config.noise}: give at least one layer and one sample, "
