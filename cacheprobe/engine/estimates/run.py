@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cacheprobe.core.terminal import duration
-from cacheprobe.engine.drafters.calls import is_own
 from cacheprobe.engine.drafters.model import DraftModel
 from cacheprobe.engine.estimates.count import RunCount
-from cacheprobe.engine.estimates.times import TIMES_LONGER, time_short_runs
+from cacheprobe.engine.estimates.times import TIMES_LONGER, is_own, time_short_runs
 from cacheprobe.engine.execution import prepare
 from cacheprobe.engine.plan import RunPlan
 from cacheprobe.engine.sizes import (

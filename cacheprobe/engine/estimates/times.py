@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from cacheprobe.core.records import Observer, StepRecord
-from cacheprobe.engine.drafters.calls import is_own
+from cacheprobe.engine.drafters.scripted import Scripted
 from cacheprobe.engine.estimates.count import RunCount
 from cacheprobe.engine.execution import PreparedRun
 from cacheprobe.kvcache.sequence import SequenceState
@@ -105,6 +105,12 @@ def time_short_runs(run: PreparedRun, whole: RunCount) -> StepTimes | None:
                 recorder.take()
                 times.tile_seconds = (time.perf_counter() - began) / count.num_tiles
     return times
+
+
+def is_own(drafter: object) -> bool:
+    """Returns True if a drafter is one of cacheprobe's and runs no function or lens of the user."""
+    parts = [drafter, *([lens] if (lens := getattr(drafter, "lens", None)) is not None else [])]
+    return not isinstance(drafter, Scripted) and all(type(p).__module__.split(".")[0] == "cacheprobe" for p in parts)
 
 
 def _shortened(state: SequenceState, most_new: int) -> SequenceState:
