@@ -4,11 +4,10 @@ Error messages call the reference the oracle.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from cacheprobe.analysis.audit import audit
 from cacheprobe.analysis.comparison import first_difference, first_reading_difference
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Request
@@ -50,8 +49,6 @@ class Replay:
     """Number of log-probabilities compared bit for bit."""
     num_files: int = 0
     """Number of files compared with the checksums in the run's manifest."""
-    lines: Mapping[str, int] = field(default_factory=dict)
-    """Number of lines of each table checked against the other tables and the committed tokens."""
     not_compared: tuple[str, ...] = ()
     """One sentence for each part of the run that was not compared, with the reason."""
 
@@ -71,11 +68,8 @@ class Replay:
             "bit for bit"
         )
         if self.first_difference is not None:
-            result = f"differs from the oracle or from itself: {self.first_difference}"
+            result = f"differs from the oracle: {self.first_difference}"
         lines = [result]
-        if self.lines:
-            tables = ", ".join(f"{count} of {name}" for name, count in self.lines.items())
-            lines.append(f"checked against each other and the tokens: the tables' lines ({tables})")
         if self.num_files:
             lines.append(f"compared with their checksums: {self.num_files} files")
         return "\n".join([*lines, *(f"not compared: {reason}" for reason in self.not_compared)])
@@ -88,8 +82,7 @@ def replay(
     progress: bool,
     interventions: Sequence[Intervention] = (),
 ) -> Replay:
-    """Compares a run with the slow reference (`cp.reference`), its tables with each other, and its files with their
-    checksums; returns a Replay.
+    """Compares a run with the slow reference (`cp.reference`), and its files with their checksums; returns a Replay.
 
     For verified requests, the tokens and the end are compared; for deterministic ones also log-probabilities, states,
     heads, thoughts and readings. `Replay.not_compared` lists the rest.
@@ -122,8 +115,7 @@ def replay(
     num_files, faults = 0, []
     if isinstance(trace.store, ShardStore):
         num_files, faults = damaged_files(trace.store.files.directory)
-    checked = audit(trace, model.token_texts)
-    found = _Comparison(trace, reference, model, has_readings, next(iter((*faults, *checked.faults)), None))
+    found = _Comparison(trace, reference, model, has_readings, next(iter(faults), None))
     for number, request in enumerate(verified):
         found.compare(request, number)
     return Replay(
@@ -131,7 +123,6 @@ def replay(
         num_skipped=len(trace.requests) - len(verified),
         first_difference=found.difference,
         num_files=num_files,
-        lines=checked.lines,
         not_compared=tuple(_not_compared(trace, verified, has_readings)),
         **{name: found.counts[name] for name in ("num_tokens", "num_states", "num_readings", "num_logprobs")},
     )
@@ -243,6 +234,8 @@ class _Comparison:
         rows = self.trace.rows(r, "committed").sort_values("position")
         rows = rows[rows.state_index >= 0]
         theirs = self.reference.rows(number, "committed").set_index("position")
+        if unknown := sorted({*rows.position} - {*theirs.index}):
+            return f" position {unknown[0]}: the oracle has no row there"
         theirs = theirs.loc[rows.position.to_numpy()].reset_index()
         store = self.trace.store
         for layer, site in product(store.layers, (*store.sites, *store.heads)):
@@ -298,7 +291,7 @@ def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool)
         yield "states: the run kept none"
     if trace.hypothesis_table is None:
         yield "readings: the run kept none"
-    yield "seconds and margins of the events: nothing determines them"
+    yield "drafts, verdicts, the ledger, seconds and margins: the oracle has another schedule, without drafts"
 
 
 def require_run(trace: Trace) -> None:

@@ -97,8 +97,7 @@ def report(
 def verify(
     run: Path, *, files: bool = False, model: str | None = None, adapter: str | None = None, progress: bool = True
 ) -> int:
-    """Compare a stored run with the slow reference (cp.reference), its tables with each other, and its files with their
-    checksums.
+    """Compare a stored run with the slow reference (cp.reference), and its files with their checksums.
 
     Prints what was compared and what was not. Exits with 1 if a file is damaged, or after printing the first
     difference.

@@ -2,12 +2,9 @@
 memory or to disk.
 """
 
-import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-
-from torch import Tensor
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import Observer
@@ -24,7 +21,6 @@ from cacheprobe.engine.plan import RunPlan
 from cacheprobe.engine.shapes import Hooked, batches_prompts
 from cacheprobe.engine.sizes import require_room
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.base import StateSink
 from cacheprobe.models.experts import head_places
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.assemble import assemble, meta_before
@@ -71,7 +67,7 @@ class PreparedRun:
             if self.editor is not None:  # first, so that the changed states are recorded
                 stack.enter_context(self.plan.model.editing(self.editor.sites, self.editor.edit))
             if recorder is not None:
-                sink = of_this_thread(self.checker.listening(recorder.on_state))
+                sink = self.checker.listening(recorder.on_state)
                 stack.enter_context(self.plan.model.capturing(recorder.wanted(), sink))
             yield
 
@@ -134,18 +130,6 @@ def _make_editor(run: PreparedRun) -> Editor | None:
     if not run.is_reference:
         drafting = Drafting(drafter.name, drafted_layers(drafter, plan.model), plan.config.window)
     return Editor(plan.interventions, plan.model, run.states, drafting)
-
-
-def of_this_thread(sink: StateSink) -> StateSink:
-    """Returns a sink for captured states that ignores states of other threads, such as an abandoned drafter's."""
-    owner = threading.get_ident()
-
-    def capture(site: str, layer: int, value: Tensor) -> None:
-        """Calls `sink` with a state if the thread that created this function computed it."""
-        if threading.get_ident() == owner:
-            sink(site, layer, value)
-
-    return capture
 
 
 class Execution:

@@ -7,13 +7,12 @@ Memory: sizes.py says what happens when memory runs out (refusal, preemption at 
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Observer
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
-from cacheprobe.engine.drafters.base import Drafter
+from cacheprobe.engine.drafters.base import Drafter, release
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.engine.prefill import prefills
@@ -47,32 +46,31 @@ def generation_loop(
     if drafter is not None:
         drafter.check(engine.model)
     decode = engine.decode if drafter is None else engine.draft
-    with closing(engine.drafter_calls) as calls:
-        while not scheduler.is_done:
-            for state in scheduler.cancelled():
-                engine.committer.stop(state, "cancelled")
-            for state in scheduler.retire():  # so that no other request is preempted for them
-                calls.release(state)
-            for state in scheduler.to_preempt():
-                engine.committer.preempt(state)
-                calls.release(state)
-            admitted = scheduler.admit(engine.runner.step + 1)
-            for prefill, group in prefills(engine.prefill, admitted, scheduler.running):
-                for requests in engine.attempts(group):
-                    with engine.isolating():
-                        prefill(requests)
-            fill_ins = scheduler.fill_ins()
-            if drafting := [state for state in scheduler.drafting() if state not in fill_ins]:
-                for requests in engine.attempts(drafting):
-                    with engine.isolating():
-                        decode(requests)
-            for group in scheduler.ready_groups(fill_ins):
-                for requests in engine.attempts(engine.runner.checker.leaving_room(group, config)):
-                    with engine.isolating():
-                        engine.verify(requests)
-            for state in scheduler.retire():
-                calls.release(state)
-            yield engine.runner.step
+    while not scheduler.is_done:
+        for state in scheduler.cancelled():
+            engine.committer.stop(state, "cancelled")
+        for state in scheduler.retire():  # so that no other request is preempted for them
+            release(drafter, state)
+        for state in scheduler.to_preempt():
+            engine.committer.preempt(state)
+            release(drafter, state)
+        admitted = scheduler.admit(engine.runner.step + 1)
+        for prefill, group in prefills(engine.prefill, admitted, scheduler.running):
+            for requests in engine.attempts(group):
+                with engine.isolating():
+                    prefill(requests)
+        fill_ins = scheduler.fill_ins()
+        if drafting := [state for state in scheduler.drafting() if state not in fill_ins]:
+            for requests in engine.attempts(drafting):
+                with engine.isolating():
+                    decode(requests)
+        for group in scheduler.ready_groups(fill_ins):
+            for requests in engine.attempts(engine.runner.checker.leaving_room(group, config)):
+                with engine.isolating():
+                    engine.verify(requests)
+        for state in scheduler.retire():
+            release(drafter, state)
+        yield engine.runner.step
 
     engine.cache.check_integrity()
     if all(state.error for state in states):

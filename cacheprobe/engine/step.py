@@ -11,8 +11,7 @@ from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.committer import Choice, Committer
-from cacheprobe.engine.drafters.base import Drafter
-from cacheprobe.engine.drafters.calls import DrafterCalls
+from cacheprobe.engine.drafters.base import Drafter, propose
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import BatchedPromptFault, EngineError, Entry, Pass, ShapeFault
 from cacheprobe.engine.prefill import Prefill
@@ -32,7 +31,7 @@ class Engine:
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
         self.prefill = Prefill(runner, self.committer)
-        self.drafter_calls = DrafterCalls(drafter)
+        self._drafter = drafter
         self._error: EngineError | None = None
         """Of the last pass inside `isolating`; None if it did not fail."""
 
@@ -57,10 +56,19 @@ class Engine:
         self._take(states, [self._clip(state, token_ids) for state, token_ids in zip(states, chosen, strict=True)])
 
     def draft(self, states: Sequence[SequenceState]) -> None:
-        """Calls the drafter once, and appends its draft tokens to the draft of each request."""
+        """Calls the drafter once, and appends its draft tokens to the draft of each request. Raises: EngineError if a
+        kept token is outside the vocabulary."""
+        assert self._drafter is not None
         before = self.runner.step
-        proposals = self.drafter_calls.extend(self, states, before, self.config.window)
+        proposals = propose(self._drafter, self, states, before, self.config.window)
         kept = [self._clip(state, token_ids) for state, token_ids in zip(states, proposals, strict=True)]
+        for state, token_ids in zip(states, kept, strict=True):
+            if bad := [t for t in token_ids if not 0 <= t < self.model.d_vocab]:
+                raise EngineError(
+                    f"request {state.request_id} step {self.runner.step}: drafter {self._drafter.name} proposed token "
+                    f"{bad[0]}, outside the vocabulary of {self.model.d_vocab}; use a drafter that shares the model's "
+                    "tokenizer"
+                )
         if self.runner.step == before:  # a drafter that runs no model
             self.runner.skip()
         self._take(states, kept)
@@ -79,20 +87,12 @@ class Engine:
         self.committer.report("decode", states, committed=tuple(committed), proposed=tuple(proposed))
 
     def _clip(self, state: SequenceState, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Returns the proposed tokens that fit a verified request's draft; those of a never verified request unchanged.
-        Raises: EngineError if a kept token is outside the vocabulary.
-        """
+        """Returns the proposed tokens that fit a verified request's draft; those of a never verified request
+        unchanged."""
         if not state.is_verified:
             return tuple(token_ids)
         limit = state.draft_limit(self.config.window) - len(state.draft)
-        kept = clip_draft([*state.generated, *state.draft], token_ids, state.stop_rule, limit)
-        if bad := [t for t in kept if not 0 <= t < self.model.d_vocab]:
-            raise EngineError(
-                f"request {state.request_id} step {self.runner.step}: drafter {self.drafter_calls.name} proposed token "
-                f"{bad[0]}, outside the vocabulary of {self.model.d_vocab}; use a drafter that shares the model's "
-                "tokenizer"
-            )
-        return kept
+        return clip_draft([*state.generated, *state.draft], token_ids, state.stop_rule, limit)
 
     def feed_newest(self, states: Sequence[SequenceState], num_layers: int | None = None) -> Tensor:
         """Runs a decode pass on each request's newest token. Returns logits [b, v], or states [b, m] after the first

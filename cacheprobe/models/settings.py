@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from threading import RLock, get_ident, local
+from threading import RLock, local
 
 import torch
 import transformers
@@ -193,33 +193,23 @@ class _ModelLock:
     """Locks the computation of all models for one thread, which may enter again."""
 
     def __init__(self) -> None:
-        self._lock, self._lent, self._of_thread = RLock(), set[int](), local()
+        self._lock, self._of_thread = RLock(), _Depth()
 
     def __enter__(self) -> None:
-        took_lock = self._of_thread.__dict__.setdefault("took_lock", [])
-        if not took_lock:  # inside, the process is the same
+        if not self._of_thread.depth:  # inside, the process is the same
             require_usable_process(is_computing=True)
-        is_lent = get_ident() in self._lent
-        if not is_lent:
-            self._lock.acquire()
-        took_lock.append(not is_lent)
+        self._lock.acquire()
+        self._of_thread.depth += 1
 
     def __exit__(self, *exc: object) -> None:
-        if self._of_thread.took_lock.pop():
-            self._lock.release()
+        self._of_thread.depth -= 1
+        self._lock.release()
 
-    @contextmanager
-    def lent_to(self, thread: int | None) -> Iterator[None]:
-        """Lets the thread with id `thread` compute inside the `with`, while the caller, which has the lock, waits. Does
-        nothing if `thread` is None."""
-        if thread is None:
-            yield
-            return
-        self._lent.add(thread)
-        try:
-            yield
-        finally:
-            self._lent.discard(thread)
+
+class _Depth(local):
+    """Holds how often the current thread has entered the lock."""
+
+    depth = 0
 
 
 model_lock = _ModelLock()

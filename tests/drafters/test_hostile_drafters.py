@@ -1,9 +1,6 @@
 """Hostile drafters change the cost and never the tokens, nor a bit of a deterministic request's states."""
 
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -117,28 +114,3 @@ def test_noise_belongs_to_the_tokens_own_position() -> None:
                 logits = model.bridge.forward(torch.tensor([text]), return_type="logits")[0]
             for position in range(len(prompt), len(text)):
                 assert text[position] == sample_token_slowly(logits[position - 1], 1.0, 11, position)
-
-
-PROFILED = """
-import sys, threading
-import cacheprobe as cp
-from tests.tiny import loaded
-
-hang = lambda state: threading.Event().wait()
-try:
-    cp.run(loaded(), [[1, 2]], drafter=cp.drafters.Scripted(hang, deadline_seconds=0.2), progress=False)
-except RuntimeError as error:
-    print(error)
-sys.setprofile(lambda *event: None)
-(lambda: 1)()
-sys.setprofile(None)
-print("profiled")
-"""
-
-
-@pytest.mark.slow
-def test_a_profiler_runs_beside_a_drafter_that_waits_for_ever() -> None:
-    """Python 3.11 would hang, had the waiting thread been sent an exception: so in a process of its own."""
-    command, root = [sys.executable, "-c", PROFILED], Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
-    assert "did not return within 0.2 s" in done.stdout and done.stdout.endswith("profiled\n"), done.stderr

@@ -71,6 +71,27 @@ def test_a_second_ctrl_c_ends_at_once(press_at: Any) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_drafter_that_hangs_is_ended_and_what_was_recorded_is_kept(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def hang_once(state: Any) -> list[int]:
+        asked.append(state.request_id)
+        if len(asked) == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait()
+        return [1, 2]
+
+    drafter, out = cp.drafters.Scripted(hang_once), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        cp.run(loaded(), requests(), **SHAPES, drafter=drafter, out=out, memory_budget="100kB")
+    recorded = cp.load_trace(out)
+    assert sum(map(len, recorded.tokens.values())) > 20
+    resumed, whole = cp.resume(out, loaded(), drafter=drafter, progress=False), cp.run(loaded(), requests(), **SHAPES)
+    assert [resumed.committed(i) for i in range(5)] == [whole.committed(i) for i in range(5)]
+    assert all(resumed.committed(i)[: len(recorded.committed(i))] == recorded.committed(i) for i in range(5))
+
+
 def test_ctrl_c_before_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheprobe.engine import execution
 

@@ -1,7 +1,6 @@
 """A fault in a user's own drafter, lens or task concerns the request it belongs to: the others cannot tell."""
 
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine.drafters import calls as drafting
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.tasks import CoinFlip
 from cacheprobe.tasks.base import Example
@@ -116,103 +114,21 @@ def test_an_endless_proposal_is_cut() -> None:
     assert [trace.committed(i) for i in range(5)] == [undisturbed().committed(i) for i in range(5)]
 
 
-def loop_for_ever() -> None:
-    while True:
-        pass
-
-
-def wait_for_ever() -> None:
-    """A call that no exception ends."""
-    threading.Event().wait()
-
-
-@pytest.mark.parametrize("hang", [loop_for_ever, wait_for_ever])
-def test_a_drafter_that_never_returns_has_a_deadline(hang: Callable[[], None]) -> None:
-    drafter = faulty(entry=hang)
-    drafter.deadline_seconds = 0.5
-    with pytest.warns(RuntimeWarning, match=f"request {BAD} ended with an error"):
-        trace = cp.run(loaded(), PROMPTS, **RUN, deterministic=True, drafter=drafter)
-    require_isolated(trace, "did not return within 0.5 s; a slower one sets its attribute deadline_seconds")
-
-
-def test_a_python_loop_that_was_given_up_ends() -> None:
-    """What was given up would slow down everything after it."""
-    running: list[threading.Thread] = []
-
-    def loop() -> None:
-        running.append(threading.current_thread())
-        loop_for_ever()
-
-    with pytest.raises(EngineError, match="did not return within"):
-        cp.run(loaded(), PROMPTS[:1], **RUN, drafter=cp.drafters.Scripted(lambda state: loop(), deadline_seconds=0.2))
-    for thread in running:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def test_a_drafter_that_asks_for_ever_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Asks(Own):
-        deadline_seconds = 0.05
-
-        def extend(self, context: Any, states: Sequence[Any]) -> Any:
-            while True:
-                context.feed_newest(states)
-
-    with pytest.raises(EngineError, match="did not return within"):
-        cp.run(loaded(), PROMPTS[:1], **RUN, drafter=Asks())
-
-
-def test_a_drafter_that_hangs_on_everything_is_called_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "MOST_ABANDONED", 2)
-    calls = []
-
-    def hang(state: Any) -> list[int]:
-        calls.append(state.request_id)
-        wait_for_ever()
-        return []
-
-    drafter = cp.drafters.Scripted(hang, deadline_seconds=0.1)
-    with pytest.raises(EngineError, match="did not return"):
-        cp.run(loaded(), PROMPTS, **RUN, drafter=drafter)
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("deadline", [60.0, None])
-def test_what_a_drafter_asks_for_is_done_in_the_runs_own_thread(deadline: float | None, monkeypatch) -> None:
-    """Passes keep their thread's settings: modes, autocast, number of threads. The drafter's own code has them too."""
-    seen: dict[str, set[Any]] = {"pass": set(), "drafter": set()}
+def test_a_drafter_may_run_passes_and_choose_tokens() -> None:
+    """They are those of the fast path. A forward of the model by itself, without the engine, is not recorded."""
 
     class Looks(Own):
-        deadline_seconds = deadline
-
         def extend(self, context: Any, states: Sequence[Any]) -> Any:
-            seen["drafter"].add(threading.current_thread())
-            assert not torch.is_grad_enabled()
+            context.model.bridge.forward(torch.tensor([[1, 2]]))
             logits = context.feed_newest(states)
             return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]
 
-    model, right = loaded(), type(loaded()).forward
-    monkeypatch.setattr(
-        type(model), "forward", lambda *a, **k: (seen["pass"].add(threading.current_thread()), right(*a, **k))[1]
+    trace, want = (
+        cp.run(loaded(), PROMPTS, **RUN, deterministic=True, drafter=drafter, path="bridge")
+        for drafter in (Looks(), cp.drafters.FastPath())
     )
-    with torch.no_grad():
-        trace = cp.run(model, PROMPTS, **RUN, deterministic=True, drafter=Looks(), path="bridge")
-    want = cp.run(model, PROMPTS, **RUN, deterministic=True, drafter=cp.drafters.FastPath(), path="bridge")
     assert [trace.digest(i) for i in range(5)] == [want.digest(i) for i in range(5)]
     assert trace.num_rolled_back == want.num_rolled_back
-    assert seen["pass"] == {threading.current_thread()} and len(seen["drafter"]) == 1
-    assert (seen["drafter"] == seen["pass"]) == (deadline is None)
-
-
-def test_a_run_leaves_no_thread_behind() -> None:
-    before = set(threading.enumerate())
-    cp.run(loaded(), PROMPTS, **RUN, drafter=Own())
-    stream = cp.stream(loaded(), PROMPTS, **{k: v for k, v in RUN.items() if k != "progress"}, drafter=Own())
-    next(stream)
-    del stream  # let go in the middle
-    for thread in set(threading.enumerate()) - before:
-        thread.join(60)
-        assert not thread.is_alive()
 
 
 def test_a_fault_in_release_loses_no_token() -> None:
@@ -226,17 +142,9 @@ def test_a_fault_in_release_loses_no_token() -> None:
     assert [trace.digest(i) for i in range(5)] == [undisturbed().digest(i) for i in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"deadline_seconds": 0}, "deadline_seconds of drafter own must be above 0"),
-        ({"deadline_seconds": float("inf")}, "deadline_seconds of drafter own must be above 0 and at most"),
-        ({"check": fail(KeyError("x"))}, "check of drafter own failed, KeyError"),
-    ],
-)
-def test_a_drafter_that_cannot_be_used_is_refused_at_the_start(change: dict[str, Any], message: str) -> None:
-    drafter = type("Changed", (Own,), change)()
-    with pytest.raises(ValueError, match=message):
+def test_a_drafter_whose_check_fails_is_refused_at_the_start() -> None:
+    drafter = type("Changed", (Own,), {"check": fail(KeyError("x"))})()
+    with pytest.raises(ValueError, match="check of drafter own failed, KeyError"):
         cp.run(loaded(), PROMPTS, **RUN, drafter=drafter)
 
 

@@ -267,7 +267,6 @@ def test_acceptance_refuses_what_a_run_refuses(is_loaded: bool, tmp_path: Any) -
         EarlyExit(layer=1): "unknown layer 1",
         DraftModel: "a drafter is an object",
         "ngram": "a drafter is an object",
-        cp.drafters.Scripted(lambda state: [1], deadline_seconds=-1.0): "deadline_seconds",
     }
     if not is_loaded:  # a stored run does not hold the model's own objects
         refused[DraftModel(target)] = "the very weights"

@@ -15,7 +15,7 @@ To add a drafter, write one file in this folder, such as repeat_last.py, which d
             return [[] if state.draft else [state.token_ids[-1]] * 3 for state in states]
 
 - Class Drafter below says what each method does. `check`, `release` and the repr have working defaults; a frozen
-  dataclass has settings too. Two attributes are optional: `drafted_layers` and `deadline_seconds`.
+  dataclass has settings too. The attribute `drafted_layers` is optional.
 - `extend` is called again and again for one draft. `state.draft` holds the tokens of the earlier calls. The draft goes
   to the verifier when it is full (at most window - 1 tokens), or when `extend` returns an empty list for its request.
 - The registry imports every file of this folder, so that `--drafter repeat_last` works at once. Add the class to
@@ -25,13 +25,15 @@ To add a drafter, write one file in this folder, such as repeat_last.py, which d
 - The name repeat_last is taken: a test runs the same example in docs/plugins.md.
 """
 
-import threading
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cacheprobe.core.values import number, repr_of_settings
+from cacheprobe.core.records import EngineError, ObserverError
+from cacheprobe.core.values import repr_of_settings, whole_number
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 
@@ -68,8 +70,6 @@ class Drafter(Protocol):
     derived from this one must define `name` and `extend` alone.
 
     drafted_layers (optional attribute): how many layers of the verified model a draft runs; all if absent.
-    deadline_seconds (optional attribute): limit of one call, see the function `deadline_seconds`. A request ends with
-        an error if a call for this request alone, while it has no draft token, exceeds the limit.
     """
 
     name: ClassVar[str]
@@ -105,26 +105,9 @@ def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
     return model.n_layers if declared is None else declared
 
 
-DEADLINE_SECONDS = 60.0
-"""Default time limit in seconds of one call of a user's drafter, without the passes of the verified model."""
-
-
-MAX_DEADLINE = threading.TIMEOUT_MAX / 20
-"""Maximum of a drafter's deadline_seconds: Python can still wait for ten such deadlines."""
-
-
-def deadline_seconds(drafter: Drafter) -> float | None:
-    """Returns the time limit in seconds of one call of a user's drafter: its attribute `deadline_seconds`, else 60.
-
-    None means no limit; the drafter then runs in the thread that called `cp.run`. With a limit, a user's drafter runs
-    in a second thread; for drafters of cacheprobe that run no function or lens of the user, the limit has no effect.
-    """
-    return getattr(drafter, "deadline_seconds", DEADLINE_SECONDS)
-
-
 def require_drafter(drafter: Any, model: CachedLM | None) -> None:
-    """Raises: ValueError if `drafter` is no drafter object, has a deadline out of range, or refuses this model. model:
-    None if it is not at hand, as for a stored run."""
+    """Raises: ValueError if `drafter` is no drafter object, or refuses this model. model: None if it is not at hand, as
+    for a stored run."""
     missing = [part for part in ("name", "extend", "release", "check") if not hasattr(drafter, part)]
     if isinstance(drafter, type) or missing:
         lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""
@@ -132,15 +115,74 @@ def require_drafter(drafter: Any, model: CachedLM | None) -> None:
             f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}{lacks}; names stand "
             "only in command lines"
         )
-    seconds = deadline_seconds(drafter)
-    if seconds is not None and not 0 < number("deadline_seconds", seconds) <= MAX_DEADLINE:
-        raise ValueError(
-            f"deadline_seconds of drafter {drafter.name} must be above 0 and at most {MAX_DEADLINE:.0f}, or None for "
-            f"no deadline, got {seconds}"
-        )
     try:
         drafter.check(model) if model is not None else None
     except ValueError:
         raise
     except Exception as error:  # a user's own code
         raise ValueError(f"check of drafter {drafter.name} failed, {type(error).__name__}: {error!s:.200}") from error
+
+
+def propose(
+    drafter: Drafter, context: DraftContext, states: Sequence[SequenceState], step: int, max_tokens: int
+) -> list[tuple[int, ...]]:
+    """Calls the drafter once. Returns a list with one tuple of up to `max_tokens` draft token ids for each request.
+
+    Raises: EngineError, with the requests and the step, if the drafter raises or returns no lists of token ids.
+    """
+    numbers = ", ".join(str(state.request_id) for state in states)
+    try:
+        return _checked(drafter.extend(context, states), states, max_tokens, step, drafter.name)
+    except (EngineError, ObserverError):
+        raise
+    except Exception as error:  # a user's own code may raise anything; it fails these requests only
+        raise EngineError(
+            f"request{'s' * (len(states) > 1)} {numbers} step {step}: drafter {drafter.name} failed with "
+            f"{type(error).__name__}: {error!s:.200}"
+        ) from error
+
+
+def release(drafter: Drafter | None, state: SequenceState) -> None:
+    """Calls the drafter's `release` for a request that left its cache row. Warns if the call fails. Does nothing
+    without a drafter."""
+    if drafter is None:
+        return
+    try:
+        drafter.release(state)
+    except Exception as error:
+        warnings.warn(
+            f"request {state.request_id}: drafter {drafter.name} failed with {type(error).__name__}: {error!s:.200}, "
+            "in release",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _checked(
+    result: Any, states: Sequence[SequenceState], max_tokens: int, step: int, name: str
+) -> list[tuple[int, ...]]:
+    """Returns a drafter's result as a list with one tuple of up to `max_tokens` token ids for each request. Raises:
+    EngineError if the result is not one list of whole numbers for each request."""
+    numbers = ", ".join(str(state.request_id) for state in states)
+    wanted = f"must return {len(states)} lists of token ids, one for each request"
+    if not _is_list(result):
+        raise EngineError(f"requests {numbers} step {step}: drafter {name} {wanted}, got {result!r:.60}")
+    proposals = list(islice(result, len(states) + 1))
+    if len(proposals) != len(states):
+        count = len(result) if hasattr(result, "__len__") else f"{len(proposals)} or more"
+        raise EngineError(f"requests {numbers} step {step}: drafter {name} {wanted}, got {count} lists")
+    kept = []
+    for state, token_ids in zip(states, proposals, strict=True):
+        where = f"request {state.request_id} step {step}: drafter {name}"
+        if not _is_list(token_ids):
+            raise EngineError(f"{where} must propose a list of token ids, got {token_ids!r:.60}")
+        try:
+            kept.append(tuple(whole_number("a proposed token", token_id) for token_id in islice(token_ids, max_tokens)))
+        except ValueError as error:
+            raise EngineError(f"{where}: {error}; propose token ids") from error
+    return kept
+
+
+def _is_list(value: object) -> bool:
+    """Returns True for an iterable that is neither text nor bytes nor a mapping."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping)

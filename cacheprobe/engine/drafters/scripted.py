@@ -1,12 +1,12 @@
 """Defines Scripted, a drafter that drafts the tokens returned by a user's function: for experiments and tests."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import whole_number
-from cacheprobe.engine.drafters.base import DEADLINE_SECONDS, DraftContext, Drafter
+from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.sequence import SequenceState
 
 Script = Callable[[SequenceState], Sequence[int]]
@@ -18,8 +18,6 @@ class Scripted(Drafter):
     """Drafts the token ids that the user's function `script(state)` returns. The engine cuts long drafts."""
 
     script: Script
-    deadline_seconds: float | None = field(default=DEADLINE_SECONDS, repr=False, compare=False)
-    """Time limit in seconds of one `extend` call, which calls the script for each request; None for no limit."""
     name: ClassVar[str] = "scripted"
     drafted_layers: ClassVar[int] = 0
 
