@@ -17,12 +17,7 @@ from cacheprobe.views.dashboard.app import Answers, listen
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe_benchmarks.shared.large_run import save_large_run
-from tests.dash_page import asked, save_runs, served
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_runs(tmp_path_factory.mktemp("runs"))
+from tests.dash_page import asked, served
 
 
 @pytest.fixture(scope="module")

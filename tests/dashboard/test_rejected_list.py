@@ -15,7 +15,6 @@ from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.views.dashboard.run_list import Follower, RunList
 from cacheprobe.views.dashboard.tabs import rejected
 from cacheprobe.views.rejected import COLUMNS, LINES_A_PAGE, RejectedList, Selection
-from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dashboard.growing_run import begun, go_on, part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -30,11 +29,6 @@ def trace() -> cp.Trace:
 @pytest.fixture(scope="module")
 def stored(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trace.save(tmp_path_factory.mktemp("rejected") / "run")
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_large_run(tmp_path_factory.mktemp("rejected") / "large", requests=12, tokens=72, layers=3)
 
 
 def steps_shown(html: str) -> list[tuple[int, int, int]]:
