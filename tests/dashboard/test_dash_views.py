@@ -11,9 +11,8 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import RequestDifference
-from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.records import fingerprint_differences
-from cacheprobe.trace.tables.token_history import TokenOutcome, standing_at, token_history
+from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.dashboard.questions import CannotShow, answered, span, whole
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import compare, replay
@@ -140,20 +139,9 @@ def test_a_long_list_of_passes_is_cut() -> None:
     assert re.findall(r'data-step="(\d+)"', table) == ["0", *map(str, range(29, 40))] and "… 28 passes" in table
 
 
-def test_the_card_of_a_row(trace: cp.Trace) -> None:
-    table = trace.hypotheses()
-    row = int(table[table.status == "committed"].row.iloc[-1])
-    own = table[table.row == row]
-    last = own.sort_values("layer").iloc[-1]
-    outcomes = [TokenOutcome(3, 5, 7, "rolled_back"), TokenOutcome(int(last.token_id), 7, 7, "recovered")]
-    about = prediction_depth(own).iloc[0].to_dict()
-    _, card = card_parts(own, about, outcomes, {3: HOSTILE}, HOSTILE)
-    assert "<script" not in card and "window.hacked" in card
-    assert "drafted in step 5" in card and "rolled back" in card and "recovered" in card
-    assert re.findall(r'<tr data-layer="(\d)"', card) == ["2", "1", "0"]
-    assert f"from layer {about['prediction_depth']} on" in card
+def test_a_card_is_of_one_row(trace: cp.Trace) -> None:
     with pytest.raises(ValueError, match="a card is of one row"):
-        card_parts(table, about, [], {}, "x")
+        card_parts(trace.hypotheses(), {}, [], {}, "x")
 
 
 def test_a_comparison_says_what_differs() -> None:

@@ -46,22 +46,6 @@ def places(table: pd.DataFrame) -> list[tuple[int, int, int]]:
     return list(zip(table.request_id.tolist(), table.step.tolist(), (table.position - 1).tolist(), strict=True))
 
 
-def test_the_lines_are_those_of_the_trace(trace: cp.Trace, stored: Path, tmp_path: Path) -> None:
-    unread = cp.run(loaded(), PROMPTS, **SMALL, drafter=EARLY, capture="S")
-    for one, folder in ((trace, stored), (unread, unread.save(tmp_path / "unread"))):
-        rejected_list = RejectedList(StoredRun(folder))
-        expected = one.rejected()
-        assert len(expected) > 3
-        found = rejected_list.table(range(len(expected)))
-        pd.testing.assert_frame_equal(found, expected)
-        assert found.flip_layer.notna().any() == (one is trace)
-        html = rejected.RejectedDrafts(RunList.of([folder]), {"run": 0}).draw()
-        assert listed(RunList.of([folder])) == places(expected)
-        assert ("recorded no lens readings (Z): the layer from which the committed token is first" in html) == (
-            one is unread
-        )
-
-
 FILTERS = [
     ({"drafter": "1"}, lambda t: t.drafter_layer == 1),
     ({"drafter": "none"}, lambda t: t.drafter_layer.isna()),
@@ -213,9 +197,7 @@ def test_the_list_of_a_growing_run_reads_each_line_once(tmp_path: Path, monkeypa
     directory, read = tmp_path / "run", []
     of_rows = GrowingRun.readings_of_rows
     monkeypatch.setattr(
-        GrowingRun,
-        "readings_of_rows",
-        lambda self, rows, columns: (read.extend(rows), of_rows(self, rows, columns))[1],
+        GrowingRun, "readings_of_rows", lambda self, rows, columns: (read.extend(rows), of_rows(self, rows, columns))[1]
     )
     stream = begun(directory)
     go_on(stream, directory, 2)

@@ -165,11 +165,7 @@ def test_thoughts_stand_below_the_text_and_features_that_are_not_there_are_said(
 
 def test_pictures_tell_what_is_under_the_pointer_until_a_key_is_pressed(browser: Browser, address: str) -> None:
     with opened(browser, f"{address}?run=0&request=1") as page:
-        for view, said in (
-            ("cache", "written in step"),
-            ("timeline", r"request \d+"),
-            ("window", r"position"),
-        ):
+        for view, said in (("cache", "written in step"), ("timeline", r"request \d+"), ("window", r"position")):
             answered(page, view, request=1) if view != "timeline" else answered(page, view)
             cell = page.locator(f"#{view}-view svg [data-says]").first
             assert page.locator(f"#{view}-view svg g > title").count() == 0
