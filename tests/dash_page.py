@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from playwright.sync_api import Browser, ConsoleMessage, Page
+from playwright.sync_api import Browser, ConsoleMessage, Error, Page, Request
 
 import cacheprobe as cp
 from cacheprobe.views.dashboard.app import listen
@@ -19,6 +19,7 @@ from tests.chromium import PATIENCE
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 
+EMPTY = "about:blank"
 EARLY = dict(drafter=cp.drafters.EarlyExit(layer=1), deterministic=[1])
 
 
@@ -61,19 +62,57 @@ def served(run_list: RunList) -> Iterator[str]:
 
 @contextmanager
 def watched(browser: Browser, address: str, **settings: Any) -> Iterator[Page]:
-    """An empty page that is to open the address. Fails at its end on any complaint, and on anything asked elsewhere."""
-    page = browser.new_page(viewport={"width": settings.pop("width", 1280), "height": 900}, **settings)
+    """An empty page that is to open the address. Fails at its end on any complaint, and on anything asked elsewhere.
+
+    settings: width, color_scheme. A page of an earlier test is taken again, since it has the scripts compiled.
+    """
+    page = next((one for context in browser.contexts for one in context.pages if one.url == EMPTY), None)
+    page = browser.new_page() if page is None else page
     page.set_default_timeout(PATIENCE)
+    page.set_viewport_size({"width": settings.get("width", 1280), "height": 900})
+    page.emulate_media(color_scheme=settings.get("color_scheme", "light"))
     complaints: list[str] = []
     host = address.split("?")[0]
-    page.on("console", lambda m: complaints.append(_said(m)) if m.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(error.stack or str(error)))
-    page.on("request", lambda r: None if r.url.startswith((host, "data:", "blob:")) else complaints.append(r.url))
+
+    def hear(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            complaints.append(_said(message))
+
+    def fail(error: Error) -> None:
+        complaints.append(error.stack or str(error))
+
+    def ask(request: Request) -> None:
+        if not request.url.startswith((host, "data:", "blob:")):
+            complaints.append(request.url)
+
+    heard = (("console", hear), ("pageerror", fail), ("request", ask))
+    for event, listener in heard:
+        page.on(event, listener)
     try:
         yield page
         assert complaints == [], complaints
-    finally:
+    except BaseException:
         page.close()
+        raise
+    for event, listener in heard:
+        page.remove_listener(event, listener)
+    page.unroute_all()
+    page.evaluate("localStorage.clear()")
+    page.goto(EMPTY)
+
+
+@contextmanager
+def requests_of(page: Page) -> Iterator[list[dict[str, Any]]]:
+    """What the page asks of the server meanwhile: of each request its questions, {view: {...}}."""
+    asked: list[dict[str, Any]] = []
+
+    def ask(request: Request) -> None:
+        if request.method == "POST":
+            asked.append(json.loads(request.post_data or "{}"))
+
+    page.on("request", ask)
+    yield asked
+    page.remove_listener("request", ask)
 
 
 def _said(message: ConsoleMessage) -> str:

@@ -10,15 +10,11 @@ from cacheprobe.cli.app import app
 from cacheprobe.core.registry import available, find
 from cacheprobe_analyses.findings.finding import is_judged
 
-HOLD = {
-    "belief-geometry": ["mess3_gain"],
-    "markov-circuit": ["selective"],
-    "depth": ["tuned_better"],
-    "flip-flop": [],
-}
+HOLD = {"belief-geometry": ["mess3_gain"], "markov-circuit": ["selective"], "depth": ["tuned_better"], "flip-flop": []}
 """Claims that preset small reproduces, with little training too."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", available("findings"))
 def test_the_small_preset_gives_verdicts(name: str, tmp_path: Path) -> None:
     before = torch.get_num_threads()

@@ -39,7 +39,7 @@ from tests.benchmarks import planted_sweeps
 from tests.planted_costs import HOUR, LAYERS, Clock, write_small_smollm2
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def small_smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         write_small_smollm2(tmp_path_factory.mktemp("cache"), monkeypatch)
@@ -345,8 +345,13 @@ def test_every_benchmark_has_a_planted_cost() -> None:
     assert set(PLANTED) == set(questions())
 
 
+QUICK = ("main-job", "trace")
+"""The question that users ask first, and one of files."""
+
+
+@pytest.mark.usefixtures("small_smollm2")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if i % 2 else []) for i, name in enumerate(PLANTED)]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in PLANTED]
 )
 def test_a_planted_cost_shows_as_the_ratio(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = PLANTED[name](Clock(monkeypatch), monkeypatch)
@@ -366,6 +371,7 @@ def _at(told: dict[str, Any], key: str) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_smollm2")
 def test_a_real_wait_shows_in_the_main_job() -> None:
     """With the machine's own clock: every ratio is larger if we wait before each run than if Hugging Face does."""
     ratios = []
@@ -381,6 +387,7 @@ def test_a_real_wait_shows_in_the_main_job() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_smollm2")
 @pytest.mark.parametrize("name", [name for name in questions() if name not in ("field", "memory")])
 def test_the_small_form_runs_on_the_real_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `cacheprobe bench NAME --small --rounds 1` does; a minute or more for torch-compile and for the sweeps.

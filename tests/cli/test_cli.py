@@ -92,9 +92,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_stored_run_verifies(stored: Path) -> None:
-    """In a process of its own, as from a shell."""
-    command = [sys.executable, "-m", "cacheprobe", "verify", str(stored)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = cacheprobe("verify", str(stored))
     assert done.returncode == 0, done.stderr
     assert "equal to the oracle: 32 tokens of 4 requests" in done.stdout
 

@@ -4,7 +4,6 @@ import io
 import json
 import sys
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from cacheprobe.cli import look as cli_look
 from cacheprobe.core import export, terminal
 from cacheprobe.core.export import write_table
 from cacheprobe.core.terminal import Listing
-from cacheprobe.views.rejected import rejections_listing, rejections_section
+from cacheprobe.views.rejected import rejections_listing
 from cacheprobe.views.report.listings import request_listings, run_listings
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -35,65 +34,19 @@ def named(listings: list[Listing]) -> dict[str, Listing]:
     return {listing.title: listing for listing in listings}
 
 
-def test_show_says_what_the_run_holds(trace: cp.Trace, stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli_look.show(stored)
-    said = capsys.readouterr().out
-    assert "EarlyExit(layer=1, lens=LogitLens())" in said and trace.fingerprint["weights_sha256"] in said
-    held = named(run_listings(trace))
-    assert all(title in said for title in held)
-    requests = [dict(zip(held["requests"].columns, row, strict=True)) for row in held["requests"].rows]
-    assert [r["kind"] for r in requests] == ["verified", "deterministic", "verified", "verified", "verified"]
-    verdicts = {name: int(count) for name, count in held["verdicts"].rows}
-    assert verdicts["tokens drafted"] == trace.num_drafted and verdicts["tokens rolled back"] == trace.num_rolled_back
-    assert verdicts["tokens drafted"] == verdicts["tokens accepted"] + verdicts["tokens rolled back"] > 0
-    assert verdicts["verify passes of a request"] == (trace.events().phase == "verify").sum()
-    for column, total in (("drafted", "tokens drafted"), ("rolled back", "tokens rolled back")):
-        assert sum(int(r[column]) for r in requests) == verdicts[total]
-    layers = held["first choice = committed token, by layer"]
-    assert [row[0] for row in layers.rows] == ["0", "1", "2"]
-    accepted = layers.columns.index("accepted")
-    assert [float(row[accepted]) for row in layers.rows] == cp.analysis.agreement(trace)["accepted"].round(2).tolist()
-
-
-def test_show_rejected_drafts(trace: cp.Trace, stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = trace.rejected()
-    cli_look.show(stored, rejected=True)
-    said = capsys.readouterr().out.splitlines()
-    assert len(found) > 1 and [line.split()[:3] for line in said[2:-1]] == [
-        [str(value) for value in line] for line in found[["request_id", "step", "position"]].to_numpy().tolist()
-    ]
-    assert f"“{found.drafted_token[0]}”" in said[2] and f"{found.margin_nats.dropna().iloc[0]:.2f}" in "".join(said)
-    with pytest.raises(KeyError, match="no request 99"):
-        rejections_listing(trace, 99)
-    page = rejections_section(trace)
-    assert page.count("<tr>") == 1 + len(found) and f"“{escape(found.drafted_token[0])}”" in page
-    [of_one] = {line[0] for line in rejections_listing(trace, int(found.request_id[0])).rows}
-    assert of_one == str(found.request_id[0])
-    undrafted = cp.run(loaded(), PROMPTS[:1], **SMALL, capture=None)
-    assert rejections_listing(undrafted).note == "no draft was rejected"
-
-
-def test_show_a_request_in_detail(trace: cp.Trace, stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli_look.show(stored, request=3)
-    assert "request 3" in capsys.readouterr().out
-    held = named(request_listings(trace, 3))
-    own = trace.events().query("request_id == 3 and phase == 'verify'")
-    assert [row[0] for row in held["windows"].rows] == [str(step) for step in own.step]
-    assert [row[4].split(" of ")[0] for row in held["windows"].rows] == [str(n) for n in own.num_accepted]
-    rows = {(phase, status): int(n) for phase, status, n in held["rows"].rows}
-    assert sum(rows.values()) == len(trace.rows(3)) and rows["verify", "rolled_back"] > 0
-    cache = {name: int(n) for name, n in held["cache at its end"].rows}
-    assert sum(cache.values()) == len(trace.ledger(3))
-    with pytest.raises(KeyError, match="no request 9"):
-        cli_look.show(stored, request=9)
-
-
-def test_show_says_what_the_run_has_none_of() -> None:
+def test_show_says_what_the_run_has_none_of(trace: cp.Trace, stored: Path) -> None:
     bare = cp.run(loaded(), PROMPTS[:1], **SMALL, capture="S")
     assert "read no lens" in named(run_listings(bare))["first choice = committed token, by layer"].note
     assert named(run_listings(bare))["verdicts"].note == "nothing was drafted"
     detail = named(request_listings(bare, 0))
     assert detail["windows"].note == "it was never verified" and not detail["windows"].rows
+    assert rejections_listing(bare).note == "no draft was rejected"
+    [of_one] = {line[0] for line in rejections_listing(trace, int(trace.rejected().request_id[0])).rows}
+    assert of_one == str(trace.rejected().request_id[0])
+    with pytest.raises(KeyError, match="no request 99"):
+        rejections_listing(trace, 99)
+    with pytest.raises(KeyError, match="no request 9"):
+        cli_look.show(stored, request=9)
 
 
 def test_thoughts_are_shown() -> None:

@@ -67,13 +67,6 @@ def test_sentence_and_card_are_of_the_chosen_row(trace: cp.Trace, run_list: RunL
     assert (f"{status.replace('_', ' ')} row, step {row.step}" in sentence.lower()) == (status != "committed")
 
 
-def test_a_row_that_was_not_chosen_is_the_canonical_one(trace: cp.Trace, run_list: RunList) -> None:
-    ask, _ = chosen(trace, "rolled_back")
-    ask["row"] = None
-    assert "committed, verify in step" in lens.RowCard(run_list, ask).draw()
-    assert "Reads position" in lens.RowCard(run_list, ask).sentence()
-
-
 def test_the_page_and_the_report_have_one_statistic(trace: cp.Trace, run_list: RunList) -> None:
     """The page counted the columns that fitted on it, the report all of them."""
     said = cp.plots.lens_grid(trace.hypotheses(), 0).finding

@@ -1,7 +1,6 @@
 """What would have changed the verdict: the button of a rejected draft, its background process, and what it refuses."""
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from html import unescape
@@ -10,13 +9,13 @@ from re import findall
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.flip_process import WORKER, FlipJob
+from cacheprobe.views.dashboard.flip_process import FlipJob
 from cacheprobe.views.dashboard.questions import CannotShow, answered
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import flip, lens
-from tests.chromium import PICTURES, chromium
 from tests.dash_page import answered as shown
 from tests.dash_page import opened, served, until
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
@@ -95,7 +94,12 @@ def test_a_model_whose_states_are_not_edited_has_no_button(tmp_path: Path) -> No
         cp.analysis.flip(run, int(line.request_id), int(line.step), progress=False)
 
 
-def test_a_process_tells_how_far_it_is_and_gives_the_figure(trace: cp.Trace, run_list: RunList) -> None:
+def test_a_process_tells_how_far_it_is_and_gives_the_figure(
+    trace: cp.Trace, run_list: RunList, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It imports nothing from the folder that it runs in."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
     jobs, asked = run_list.jobs, question(trace, "start")
     *before, result = followed(run_list, asked)
     assert "error" not in result, result
@@ -153,19 +157,6 @@ def test_what_cannot_run_is_said(trace: cp.Trace, run_list: RunList, monkeypatch
             flip.FlipSearch(run_list, asked).draw()
 
 
-def test_the_process_imports_nothing_from_the_folder_that_it_runs_in(tmp_path: Path) -> None:
-    (tmp_path / "queue.py").write_text("raise SystemExit('imported')")
-    asked = json.dumps({"run": str(tmp_path / "none"), "request": 0, "step": 0, "model": None})
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(WORKER, cwd=tmp_path, text=True, **pipes) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        process.stdin.write(asked + "\n")
-        process.stdin.flush()
-        answers = process.stdout.read()
-        assert '"says"' in answers and '"error"' in answers, answers
-        assert "imported" not in answers + process.stderr.read()
-
-
 def test_a_run_that_grows_keeps_the_job_of_a_verdict(trace: cp.Trace, run_list: RunList, tmp_path: Path) -> None:
     """Each part of a run that is recorded has a version of its own; a verdict stays what it is."""
     run = run_list.tables(0).run
@@ -176,24 +167,32 @@ def test_a_run_that_grows_keeps_the_job_of_a_verdict(trace: cp.Trace, run_list: 
         assert "still at it" in flip.FlipSearch(run_list, asked).draw()["html"]
 
 
-def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, run_list: RunList) -> None:
-    """A click elsewhere takes the figure away: it is of the card's token."""
+def test_the_button_shows_progress_cancels_and_draws(
+    browser: Browser, trace: cp.Trace, run_list: RunList, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A click elsewhere takes the figure away: it is of the card's token. The process is one that waits to be let go,
+    and gives a result that was computed here."""
     line = trace.rejected().iloc[0]
+    found = cp.analysis.flip(trace, int(line.request_id), int(line.step), progress=False)
+    result = {"table": json.loads(found.table.to_json(orient="split", index=False)), "meta": found.meta}
+    (tmp_path / "result").write_text(json.dumps(result) + "\n")
+    wait = f"cd {tmp_path}; while [ ! -e go ]; do sleep 0.1; done; cat result"
+    monkeypatch.setattr("cacheprobe.views.dashboard.flip_process.WORKER", ("sh", "-c", wait))
     place = f"?run=0&request={line.request_id}&step={line.step}&position={line.position - 1}"
-    with served(run_list) as address, chromium() as browser, opened(browser, address + place) as page:
+    with served(run_list) as address, opened(browser, address + place) as page:
         shown(page, "card", position=int(line.position) - 1)
         button = page.locator("#card-view").get_by_text(flip.BUTTON)
         button.click()
         page.locator("#flip-view [data-flip-do=cancel]").click()
         until(page, "document.getElementById('flip-view').innerText.includes('Cancelled')")
+        (tmp_path / "go").touch()
         button.click()
-        page.wait_for_selector("#flip-box #flip-0 .main-svg", timeout=1000 * MOST_SECONDS)
+        page.wait_for_selector("#flip-box #flip-0 .main-svg")
         assert "edits make the verifier choose" in page.inner_text("#flip-view")
         page.locator("[data-export=code][data-view=flip]").click()
         until(page, "document.getElementById('exports').open")
         assert f"cp.analysis.flip(trace, {line.request_id}, {line.step})" in page.inner_text("#exports-text")
         page.locator("#exports .plain", has_text="Close").click()
-        page.locator("#card-card").screenshot(path=PICTURES / "flip.png")
         link = page.url
         assert f"flip={line.step}" in link and page.locator("[data-export=link][data-view=flip]").is_visible()
         page.locator("#grid-view .column .pick[data-layer='1']").first.click()
@@ -203,8 +202,9 @@ def test_the_button_shows_progress_cancels_and_draws(trace: cp.Trace, run_list: 
         page.wait_for_selector("#flip-box #flip-0 .main-svg")
         assert "edits make the verifier choose" in page.inner_text("#flip-view")
         query = link[link.index("?") :]
+    (tmp_path / "go").unlink()
     fresh = RunList(run_list.entries, model=run_list.model)  # a dashboard that has not searched
-    with served(fresh) as address, chromium() as browser, opened(browser, address + query) as page:
+    with served(fresh) as address, opened(browser, address + query) as page:
         button = page.get_by_role("button", name="Search the edits")
         button.wait_for()
         button.press("Enter")

@@ -17,12 +17,7 @@ from cacheprobe.views.dashboard.app import Answers, listen
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe_benchmarks.shared.large_run import save_large_run
-from tests.dash_page import asked, save_runs, served
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_runs(tmp_path_factory.mktemp("runs"))
+from tests.dash_page import asked, served
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +96,12 @@ def test_the_first_line_of_an_answer_does_not_wait_for_the_last(runs: Path, monk
             assert json.loads(answer.readline()) == {"view": "timeline", "html": "slow"}
 
 
-@pytest.mark.parametrize("run", [99, "/etc", True, 4, -1, None])
-def test_a_run_is_a_number_of_the_list(address: str, run: object) -> None:
-    for view in ("facts", "timeline", "grid"):
-        (told,) = asked(address, {view: {"run": run}})
-        assert told["view"] == view and "error" in told and "requests" not in told
-
-
 def test_wrong_questions_are_refused(address: str) -> None:
     with pytest.raises(urllib.error.HTTPError, match="413"):
         asked(address, {"facts": {"x": "y" * 20_000}})
     form = urllib.request.Request(f"{address}ask", b'{"facts": {"run": 0}}', {"Content-Type": "text/plain"})
     with pytest.raises(urllib.error.HTTPError, match="415"):
         urllib.request.urlopen(form)
-    (incomplete,) = asked(address, {"timeline": {"run": 0}})
-    assert "requests" in incomplete["error"]
 
 
 def test_an_answer_is_kept_unless_it_can_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_an_interrupted_run_says_how_it_goes_on(browser: Browser, interrupted: P
 
 def test_a_csv_of_an_unfinished_run_says_how_far_it_is(browser: Browser, interrupted: Path) -> None:
     """It holds what is recorded when it is saved, which the page may not show yet."""
-    with served(RunList.of([interrupted])) as url, opened(browser, f"{url}?run=0", accept_downloads=True) as page:
+    with served(RunList.of([interrupted])) as url, opened(browser, f"{url}?run=0") as page:
         answered(page, "timeline", run=0)
         button = page.locator("[data-export=csv][data-view=timeline]")
         with page.expect_download() as saved:

@@ -15,7 +15,6 @@ from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.views.dashboard.run_list import Follower, RunList
 from cacheprobe.views.dashboard.tabs import rejected
 from cacheprobe.views.rejected import COLUMNS, LINES_A_PAGE, RejectedList, Selection
-from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.dashboard.growing_run import begun, go_on, part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -32,11 +31,6 @@ def stored(trace: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trace.save(tmp_path_factory.mktemp("rejected") / "run")
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_large_run(tmp_path_factory.mktemp("rejected") / "large", requests=12, tokens=72, layers=3)
-
-
 def steps_shown(html: str) -> list[tuple[int, int, int]]:
     found = re.findall(r"data-request='(\d+)' data-step='(\d+)' data-position='(\d+)'", html)
     return [(int(request), int(step), int(position)) for request, step, position in found]
@@ -50,22 +44,6 @@ def listed(run_list: RunList, **question: object) -> list[tuple[int, int, int]]:
 
 def places(table: pd.DataFrame) -> list[tuple[int, int, int]]:
     return list(zip(table.request_id.tolist(), table.step.tolist(), (table.position - 1).tolist(), strict=True))
-
-
-def test_the_lines_are_those_of_the_trace(trace: cp.Trace, stored: Path, tmp_path: Path) -> None:
-    unread = cp.run(loaded(), PROMPTS, **SMALL, drafter=EARLY, capture="S")
-    for one, folder in ((trace, stored), (unread, unread.save(tmp_path / "unread"))):
-        rejected_list = RejectedList(StoredRun(folder))
-        expected = one.rejected()
-        assert len(expected) > 3
-        found = rejected_list.table(range(len(expected)))
-        pd.testing.assert_frame_equal(found, expected)
-        assert found.flip_layer.notna().any() == (one is trace)
-        html = rejected.RejectedDrafts(RunList.of([folder]), {"run": 0}).draw()
-        assert listed(RunList.of([folder])) == places(expected)
-        assert ("recorded no lens readings (Z): the layer from which the committed token is first" in html) == (
-            one is unread
-        )
 
 
 FILTERS = [
@@ -219,9 +197,7 @@ def test_the_list_of_a_growing_run_reads_each_line_once(tmp_path: Path, monkeypa
     directory, read = tmp_path / "run", []
     of_rows = GrowingRun.readings_of_rows
     monkeypatch.setattr(
-        GrowingRun,
-        "readings_of_rows",
-        lambda self, rows, columns: (read.extend(rows), of_rows(self, rows, columns))[1],
+        GrowingRun, "readings_of_rows", lambda self, rows, columns: (read.extend(rows), of_rows(self, rows, columns))[1]
     )
     stream = begun(directory)
     go_on(stream, directory, 2)

@@ -31,18 +31,6 @@ def run_list(drafted: cp.Trace, tmp_path_factory: pytest.TempPathFactory) -> Run
     return RunList.of([drafted.save(tmp_path_factory.mktemp("resumed") / "run")])
 
 
-def test_every_verdict_is_a_window_and_every_token_is_told(drafted: cp.Trace) -> None:
-    events = drafted.events()
-    history = token_history(events)
-    last = standing_at(history, int(events.step.max()))
-    for request in range(len(PROMPTS)):
-        own = events[events.request_id == request]
-        assert [w.step for w in find_windows(events, request)] == own[own.num_accepted.notna()].step.tolist()
-        said = last[(last.request_id == request) & last.state.isin(["committed", "pending"])].sort_values("place")
-        assert said.token_id.tolist() == drafted.committed(request)
-    assert (history.outcome == "rolled_back").sum() == events.num_rolled_back.sum()
-
-
 def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, run_list: RunList) -> None:
     events = drafted.events()
     rebuilt = events[(events.phase == "verify") & events.num_accepted.isna()]

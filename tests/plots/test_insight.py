@@ -1,15 +1,11 @@
 """The sentence about one token: what became of the draft, and which layers had said so."""
 
-import re
-
 import pandas as pd
 import pytest
 
 import cacheprobe as cp
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, token_history
 from cacheprobe.views.report.insight import first_insight, first_to_show, insight
-from cacheprobe.views.report.report import report_html
-from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 
 TEXTS = {1: "A", 2: " A", 3: "\n"}
@@ -100,10 +96,3 @@ def test_a_whole_window_that_ends_its_request_has_no_token_of_the_verifiers_own(
     assert (
         first_insight(None, rows, events, TEXTS) == "request 0, step 2: “A”, drafted in step 1, was accepted in step 2"
     )
-
-
-def test_the_report_begins_with_it_escaped() -> None:
-    trace = hostile(cp.run(loaded(), PROMPTS, **SMALL, drafter=cp.drafters.EarlyExit(layer=1)))
-    html = report_html(trace, 0)
-    said = re.search(r"One thing to see:</strong> (.*?)</p>", html)
-    assert said is not None and said.group(1).startswith("request 0, step ") and "&lt;script&gt;window" in said.group(1)

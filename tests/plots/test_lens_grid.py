@@ -71,22 +71,6 @@ def test_cells_are_those_of_the_table(readings: pd.DataFrame, colour: str, inclu
     assert {f".v{i} rect" in THEME_CSS for i in range(SHADES)} == {True}
 
 
-def test_which_readings_are_drawn(readings: pd.DataFrame) -> None:
-    own = readings[readings.request_id == 0]
-    for include, rows in (("committed", own[own.status == "committed"]), ("all", own)):
-        picture = cp.plots.lens_grid(readings, 0, include=include)
-        assert "the committed token is the first choice from layer" in picture.finding
-        columns = picture.split('<g class="column"')[1:]
-        assert len(columns) == rows.row.nunique() and picture.count('<g class="pick') == len(rows)
-    assert sum("✗ " in column for column in columns) == own[own.status == "rolled_back"].row.nunique() > 0
-    assert "no layer settles" in cp.plots.lens_grid(readings.assign(agrees=False), 0).finding
-    last = parsed(drawn(readings, colour="rank"), "column")
-    assert {cell.get("class") for column in last for cell in column if cell.get("data-layer") == "2"} == {"pick v19"}
-    for bad in (dict(request_id=9), dict(request_id=0, positions=range(90, 95))):
-        with pytest.raises(ValueError, match="no committed hypotheses"):
-            cp.plots.lens_grid(readings, **bad)
-
-
 @pytest.mark.parametrize(
     ("colour", "title", "ticks"),
     [

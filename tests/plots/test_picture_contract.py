@@ -240,6 +240,7 @@ REFUSED: list[tuple[str, Callable[[], Given], str]] = [
     ("decoded_diagram", lambda: ((0, trace().events(), [], {}), {}), "request 0 is verified; draw one of its windows"),
     ("lens_grid", lambda: ((drafted().hypotheses(), 9), {}), "the table has requests"),
     ("lens_grid", lambda: ((drafted().hypotheses().iloc[:0], 0), {}), r"the table has requests \[\]"),
+    ("lens_grid", lambda: ((drafted().hypotheses(), 0), dict(positions=range(90, 95))), "no committed hypotheses"),
     ("request_text", lambda: ((trace().row_table, trace().events(), 9), {}), "there is no request 9; the tables have"),
     ("thought_card", lambda: (of_chunk(thinking(), 2)[0][:3] + (9, 2), {}), "wrote no thoughts"),
     ("thoughts_picture", lambda: (of_thoughts(thinking(), 0)[0][:4] + (9,), {}), "wrote no thoughts"),

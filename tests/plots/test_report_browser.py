@@ -14,8 +14,6 @@ from tests.plots.test_picture_contract import hostile_thoughts, thinking
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 
-LOOKS = pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,7 +40,7 @@ def read(browser: Browser, report: Path, width: int, scheme: str = "light", **se
     page.close()
 
 
-@LOOKS
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme: str) -> None:
     """A figure drawn before its neighbour once kept the width of that moment."""
     with read(browser, report, width, scheme) as page:
@@ -52,23 +50,20 @@ def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme
         assert (page.evaluate(ink) > 128) == (scheme == "dark")
         columns = "getComputedStyle(document.querySelector('.panels')).gridTemplateColumns.split(' ').length"
         assert page.evaluate(columns) == (4 if width == 1280 else 1)
-        page.wait_for_timeout(500)
         widths = "[figure.id, figure.clientWidth, Number(figure.querySelector('.main-svg').getAttribute('width'))]"
-        drawn = page.evaluate(f"[...document.querySelectorAll('.js-plotly-plot')].map(figure => {widths})")
+        figures = f"[...document.querySelectorAll('.js-plotly-plot')].map(figure => {widths})"
+        page.wait_for_function(f"{figures}.every(([, place, drawn]) => place === drawn)", timeout=5000)
+        drawn = page.evaluate(figures)
         assert [name for name, *_ in drawn] == ["drafts", "prediction_depth"]
         assert all(place == width_drawn for _, place, width_drawn in drawn), drawn
         PICTURES.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=PICTURES / f"report-{width}-{scheme}.png", full_page=True)
 
 
-@LOOKS
-def test_a_report_with_thoughts_runs_nothing_and_fits(
-    browser: Browser, tmp_path: Path, width: int, scheme: str
-) -> None:
+def test_a_report_with_thoughts_runs_nothing_and_fits(browser: Browser, tmp_path: Path) -> None:
     path = cp.plots.write_report(hostile_thoughts(thinking()), tmp_path / "report.html", request_id=0)
-    with read(browser, path, width, scheme) as page:
+    with read(browser, path, 390, "dark") as page:
         assert "<script>" in page.inner_text(".thoughts") and "hacked" in page.inner_text("details table")
-        page.screenshot(path=PICTURES / f"attack-report-{width}.png", full_page=True)
 
 
 def test_nothing_is_shown_twice(report: Path) -> None:
@@ -92,7 +87,6 @@ def test_every_cell_of_a_grid_can_be_scrolled_to_and_tells_where_it_comes_from(b
         cell.scroll_into_view_if_needed()
         told = cell.locator("title").text_content()
         assert told is not None and all(word in told for word in ("request", "layer", "entropy"))
-        page.wait_for_timeout(300)
         assert not page.is_visible("#tip")
         cell.tap()
         assert page.text_content("#tip") == told

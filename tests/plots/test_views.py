@@ -11,7 +11,6 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.views.diagrams.cache import cache_counts, cylinder_strokes
 from cacheprobe.views.diagrams.diagram import window_diagram
-from cacheprobe.views.diagrams.lens_grid import finding
 from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, abridged, verify_panel
 from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.report.report import behaviour_sentences, report_html
@@ -123,34 +122,6 @@ def test_cache_is_counted_by_provenance() -> None:
     assert "5 slots" in drawn and "3 decoded" in drawn and 'class="box grey"' in drawn and "box yellow" not in drawn
     with pytest.raises(ValueError, match="unknown provenance 'borrowed'"):
         cache_counts(ledger.assign(provenance="borrowed"))
-
-
-def test_token_texts_cannot_mark_up_a_figure(trace: cp.Trace) -> None:
-    """Plotly reads <b> and <a href> in its texts, and drops other tags with what they hold."""
-    boxes = cp.plots.prediction_depth_figure(cp.analysis.prediction_depth(trace).assign(path=HOSTILE)).data
-    assert all("<script" not in said for box in boxes for said in box.hovertext)
-
-
-def test_finding_is_computed() -> None:
-    rows = [dict(row=r, layer=layer, status="committed", agrees=layer >= r) for r in (0, 2, 2.5) for layer in range(4)]
-    assert "from layer 2 on" in finding(pd.DataFrame(rows), 0)
-    never = pd.DataFrame([dict(row=0, layer=layer, status="committed", agrees=layer == 1) for layer in range(4)])
-    assert "no layer settles" in finding(never, 0)
-    half = pd.DataFrame([*rows[4:8], *never.to_dict("records")])  # one row from layer 2 on, one row never
-    assert finding(half, 0).endswith("at half of the positions or more, no layer settles on the committed token")
-
-
-def test_curves_are_the_tables(trace: cp.Trace) -> None:
-    agreement, prediction_depth_of = cp.analysis.agreement(trace), cp.analysis.prediction_depth(trace)
-    figure = cp.plots.draft_verdicts(trace.hypotheses())
-    accepted, rejected, drafted, undrafted = figure.data
-    for line, verdict in ((accepted, "accepted"), (rejected, "rejected"), (undrafted, "not_drafted")):
-        assert list(line.y) == pytest.approx(agreement[verdict].dropna().tolist())
-    assert drafted.y[-1] == 0 < max(drafted.y)  # greedy: what the last layer has first is never rejected
-    assert "the committed token leads from layer" in figure.layout.title.text
-    boxes = cp.plots.prediction_depth_figure(prediction_depth_of).data
-    assert sum(len(box.x) for box in boxes) == (prediction_depth_of.verdict != "never_judged").fillna(True).sum()
-    assert len({(line.line.dash, line.line.color) for line in figure.data}) == 4
 
 
 def test_text_is_made_visible_and_cut() -> None:

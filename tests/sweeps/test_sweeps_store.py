@@ -104,7 +104,7 @@ def await_shards(folder: Path, number: int, driver: subprocess.Popen[bytes]) -> 
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_sweep_goes_on_to_the_same_bytes(number: int, serial: Path, tmp_path: Path) -> None:
     with sweep_in_process(tmp_path) as driver:
         (tmp_path / "s").mkdir()

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from cacheprobe.tasks import (
-    NAMES,
-    CoinFlip,
-    Example,
-    answer_token_ids,
-    coin_question,
-    to_dataset,
-)
+from cacheprobe.tasks import NAMES, CoinFlip, Example, answer_token_ids, coin_question, to_dataset
 from tests.tasks.tokenizers import byte_pieces
 
 SENTENCE = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
@@ -92,25 +85,6 @@ def test_prompts_are_worded_exactly():
     assert "heads. Alice flips, then Bob does not flip, then Carol flips. What's" in three.text
 
 
-@settings(max_examples=60, deadline=None)
-@given(CONFIGS, st.integers(1, 9), st.integers(-5, 5))
-def test_every_example_tells_the_truth(task, n, seed):
-    examples = task.examples(n, seed)
-    assert len(examples) == n
-    for example in examples:
-        names = [name for name, _ in example.events]
-        assert len(set(names)) == len(names) == task.people and set(names) <= set(NAMES)
-        assert len(example.states) == task.people + 1
-        assert task.initial in ("random", example.states[0])
-        flips = [flipped for _, flipped in example.events]
-        assert [a != b for a, b in zip(example.states, example.states[1:], strict=False)] == flips
-        assert example.answer == f" {example.states[-1]}" and example.answers == (" heads", " tails")
-        assert (example.states[0] == example.states[-1]) == (sum(flips) % 2 == 0)
-        clauses = [f"{name} flips" if flipped else f"{name} does not flip" for name, flipped in example.events]
-        assert [example.prompt[start:end] for start, end in example.operations] == clauses
-        assert example.prompt.count("What's the state? A:") == task.shots + 1
-
-
 def test_an_example_shows_what_it_asks():
     (example,) = CoinFlip(people=1, shots=2, chat=True, names=["Alice", "Bob"]).examples(1)
     assert repr(example) == f"Example({example.question.text!r} -> {example.answer!r}, shots=2, chat=True)"
@@ -155,38 +129,6 @@ def test_shots_stand_in_front_with_their_answers():
 def test_every_example_has_shots_of_its_own():
     examples = CoinFlip(people=4, shots=3).examples(20)
     assert len({shot.text for example in examples for shot in example.shots}) == 60
-
-
-def test_the_state_of_a_shot_holds_until_its_answer_is_read():
-    shot, asked = coin_question("heads", [("Alice", True)]), coin_question("heads", [("Bob", False)])
-    example = Example(asked, (shot, asked))
-    pieces = [
-        ("A coin's state is head", None),
-        ("s. Alice flip", "heads"),
-        ("s. What's the state? A: tails", "tails"),
-        ("\n\nA coin's state is head", None),
-        ("s. Bob does not flip. What's the state? A: heads", "heads"),
-        ("\n\nA coin's state is head", None),
-        ("s. Bob does not flip. What's the state? A:", "heads"),
-    ]
-    assert "".join(piece for piece, _ in pieces) == example.prompt
-    expected = [None] + [state for piece, state in pieces for _ in piece]
-    assert [example.state_at(n) for n in range(len(example.prompt) + 1)] == expected
-    assert [example.prompt[a:b] for a, b in example.operations] == ["Bob does not flip"]
-    assert example.operations[0][0] == example.prompt.rindex("Bob")
-
-
-def test_an_operation_takes_effect_on_the_token_that_completes_its_verb(byte_tokenizer):
-    example = Example(coin_question("heads", [("Alice", True), ("Bob", True)]))
-    offsets = byte_tokenizer(SENTENCE, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
-    states = example.states_after_tokens(byte_tokenizer)
-    assert len(states) == len(offsets)
-    for (_, end), state in zip(offsets, states, strict=True):
-        assert state == state_read_from(SENTENCE[:end])
-    verb = SENTENCE.index("flips")
-    inside = [state for (_, end), state in zip(offsets, states, strict=True) if verb < end < verb + len("flips")]
-    at_end = [state for (_, end), state in zip(offsets, states, strict=True) if end == verb + len("flips")]
-    assert inside and set(inside) == {"heads"} and at_end == ["tails"]
 
 
 @settings(max_examples=40, deadline=None)

@@ -21,7 +21,6 @@ from cacheprobe.tasks import (
     coin_question,
     load_examples,
     parse_answer,
-    save_examples,
 )
 from cacheprobe.tasks.coin_flip import flip_chance
 from tests.tasks.test_coin_flip import CONFIGS, SENTENCE
@@ -97,18 +96,6 @@ def test_certain_flips_are_balanced_by_the_initial_state(flip_probability):
     assert all(flipped == flip_probability for e in examples for _, flipped in e.events)
     unbalanced = CoinFlip(people=3, flip_probability=flip_probability, initial="heads", balanced=False).examples(10)
     assert {e.answer for e in unbalanced} == {" tails" if flip_probability else " heads"}
-
-
-@settings(max_examples=30, deadline=None)
-@given(task=CONFIGS, chat=st.booleans(), seed=st.integers(0, 99))
-def test_files_give_back_equal_examples(tmp_path_factory, task, chat, seed):
-    path = tmp_path_factory.mktemp("sets") / "set.jsonl"
-    examples = [Example(e.question, e.shots, chat) for e in task.examples(3, seed)]
-    save_examples(path, examples)
-    loaded = load_examples(path)
-    assert loaded == examples and [hash(e) for e in loaded] == [hash(e) for e in examples]
-    save_examples(path.with_suffix(".again"), loaded)
-    assert path.with_suffix(".again").read_bytes() == path.read_bytes()
 
 
 GOOD = {

@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheprobe.tasks import (
-    CoinFlip,
-    encode_strictly,
-    load_tokenizer,
-    save_tokenizer,
-    word_tokenizer,
-)
+from cacheprobe.tasks import CoinFlip, encode_strictly, load_tokenizer, save_tokenizer, word_tokenizer
 from cacheprobe.tasks.words import MARKS, SPECIAL_TOKENS, split_words, vocabulary_of
 
 TEXT = "A coin's state is heads. Alice flips, then Bob does not flip. What's the state? A:"

@@ -69,30 +69,6 @@ def test_a_draft_that_is_rolled_back_takes_its_thoughts_with_it() -> None:
         assert torch.equal(trace.thought_states[thought.thought], again)
 
 
-def test_a_trace_holds_what_thought_and_state_can_be_computed_from_again() -> None:
-    """H is the backbone's S below l_out; T over it gives Z's very log-probabilities, C over Z the very state, and their
-    activations are captured on the way: none of them has to be kept."""
-    model = lm(think_while_decoding=True)
-    trace = cp.run(model, PROMPTS, deterministic=True, sampling=FREE, **RUN)
-    table = trace.thoughts()
-    kept = table[table.status == "committed"]
-    assert len(kept) > 10
-    names = ("thinking.blocks.0.hook_mlp_out", "compression.block.hook_attn_out")
-    captured: dict[str, torch.Tensor] = {}
-    hooks = [(name, lambda value, hook: captured.update({hook.name: value})) for name in names]
-    for thought in kept.itertuples():
-        hidden = trace.states("S", model.config.l_out - 1, thought.request_id)[thought.start : thought.end + 1]
-        ids = torch.tensor([[*thought.token_ids, *[0] * (model.config.max_thought - len(thought.token_ids))]])
-        captured.clear()
-        with torch.inference_mode(), model.model.hooks(fwd_hooks=hooks):
-            logits = model.model.think(hidden[None], ids)[0, : len(thought.token_ids)]
-            state = model.model.compress(ids)[0]
-        said = logits.log_softmax(-1)[range(len(thought.token_ids)), list(thought.token_ids)]
-        assert said.tolist() == list(thought.logprobs_nats)
-        assert torch.equal(state, trace.thought_states[thought.thought])
-        assert [captured[name].shape[-1] for name in names] == [32, 32]
-
-
 def test_activations_of_t_and_c_are_those_captured_while_it_thought(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, of rolled-back thoughts too. Live, T's last call has every token of the thought but the newest."""
     model = lm(think_while_decoding=True)
@@ -239,15 +215,13 @@ def test_text_is_padded_to_whole_chunks_and_strangers_are_refused() -> None:
     table = trace.thoughts()
     last = table.groupby("request_id").true_state.last().tolist()
     assert last == [example.states[-1] for example in task.examples(n=3, seed=0)]
-    with pytest.raises(ModelError, match="'Zebediah'"):
-        cp.run(model, ["A coin's state is heads. Zebediah flips. What's the state? A:"])
     with pytest.raises(ModelError, match="has no tokenizer"):
         cp.run(lm(), ["A coin"])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits(dtype: torch.dtype) -> None:
+def test_sixteen_bits() -> None:
     """What is masked stays finite where float32's lowest number would round to minus infinity."""
+    dtype = torch.float16
     model = ThinkingLM(tiny().to(dtype))
     rows = model.new_cache(1, 16)
     memory = cache_memory(model.config, StagedCache(rows, [0], [0], 4))

@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    LlamaForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
@@ -221,10 +217,7 @@ def test_load_model_takes_it_with_its_tokenizer() -> None:
 @pytest.mark.parametrize(
     "asked, message",
     [
-        (
-            dict(dtype="bfloat16"),
-            r"ThinkingPretrained is in float32, not bfloat16; convert it with .to\(torch",
-        ),
+        (dict(dtype="bfloat16"), r"ThinkingPretrained is in float32, not bfloat16; convert it with .to\(torch"),
         (dict(device="cpu"), "a live ThinkingPretrained stays where it is"),
         (dict(adapter="coin-flip"), "not into a live ThinkingPretrained"),
     ],

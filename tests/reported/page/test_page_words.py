@@ -15,7 +15,7 @@ from cacheprobe.analysis.comparison import setting_differences
 from cacheprobe.views.dashboard.app import make_app
 from cacheprobe.views.dashboard.run_list import RunList
 from tests.dictionaries.planted import random_dictionary
-from tests.reported.page.runs import NAMES, folder, numbers, pages, plain, tables_of, tips
+from tests.reported.page.runs import folder, numbers, pages, plain, tables_of, tips
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 
@@ -44,18 +44,6 @@ def readings(*rows: tuple[str, ...]) -> pd.DataFrame:
 )
 def test_the_grids_title_has_the_median(rows: tuple[str, ...], median: str) -> None:
     assert median in cp.plots.lens_grid(readings(*rows), 0).finding
-
-
-def test_an_ended_request_holds_no_cache_slots() -> None:
-    for name in NAMES:
-        tables = tables_of(name)
-        for request in list(tables.prompts)[:2]:
-            last, end = int(tables.of(request).step.max()), int(tables.events.step.max())
-            for step in {last, end}:
-                said = pages().words("cache", name, request=request, step=step)
-                assert "ended and freed its" in said and "holds" not in said and "pending" not in said
-            if last > tables.of(request).step.min():
-                assert "ended" not in pages().words("cache", name, request=request, step=last - 1)
 
 
 def counts_of(said: str) -> tuple[int, int]:
