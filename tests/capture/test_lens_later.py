@@ -62,14 +62,9 @@ def test_readings_are_those_of_the_run(name: str) -> None:
     require_equal(*both(loaded(family, dtype), PROMPTS, **{**SMALL, **settings}))
 
 
-@pytest.mark.parametrize(
-    ("deterministic", "drafter"),
-    [
-        (True, cp.drafters.EarlyExit(layer=24)),
-        pytest.param(False, None, marks=pytest.mark.slow),
-        pytest.param(False, cp.drafters.EarlyExit(layer=24), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [None, cp.drafters.EarlyExit(layer=24)])
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_readings_of_smollm2_are_those_of_the_run(deterministic: bool, drafter: Any) -> None:
     """Trained weights in bfloat16, whose draft rows often have other bits than the verified rows."""
     prompts = cp.tasks.CoinFlip(people=2).examples(3, seed=0)
