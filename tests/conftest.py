@@ -59,6 +59,14 @@ def checked_requests() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def written_at_once() -> Iterator[None]:
+    """No test cuts the power, so none waits until the disk has what was written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
     """A real browser."""

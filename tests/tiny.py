@@ -41,7 +41,7 @@ def perturbed(model: BridgeLM, scale: float, seed: int = 1) -> BridgeLM:
     return cp.load_model(live)
 
 
-QUICK = ("llama", "gpt2", "gpt-neox", "gemma3")
+QUICK = ("llama", "gpt2", "gemma3")
 """Families that differ most. A slow test of every family takes these in `make test`, and all in `make test-all`."""
 QUICK_FAMILIES = [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.slow]) for f in FAMILIES]
 

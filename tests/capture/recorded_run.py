@@ -17,7 +17,7 @@ from tests.dashboard.growing_run import wait_for_the_disk
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
-LONG: dict[str, Any] = {**SMALL, "max_new_tokens": 32, "capacity": 128, "deterministic": [0, 1, 3], "seed": 5}
+LONG: dict[str, Any] = {**SMALL, "max_new_tokens": 12, "capacity": 128, "deterministic": [0, 1, 3], "seed": 5}
 LONG["sampling"] = cp.SamplingParams(temperature=1.0)
 DRAFTERS = {"none": lambda: None, "n-gram": cp.drafters.NGram, "early exit": lambda: cp.drafters.EarlyExit(layer=1)}
 

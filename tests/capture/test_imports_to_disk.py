@@ -89,7 +89,7 @@ def test_a_character_that_two_parts_share_is_whole(tmp_path: Path) -> None:
     inner = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
     inner.pre_tokenizer, inner.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-    text = "naïve € 🦊🦊 日本, aé€🦊" * 3
+    text = "naïve € 🦊🦊 日本, aé€🦊" * 2
     tokens = tokenizer.encode(text)
     states = torch.randn(len(tokens), LAYERS, WIDTH, dtype=torch.bfloat16)
     save_file({"hidden_states": states, "token_ids": torch.tensor(tokens)}, tmp_path / "dump.safetensors")
@@ -98,7 +98,7 @@ def test_a_character_that_two_parts_share_is_whole(tmp_path: Path) -> None:
         return cp.import_vllm(tmp_path / "dump.safetensors", [1, 2, 3], num_prompt_tokens=2, tokenizer=tokenizer, **to)
 
     assert made().text(0) == text[2:]
-    for rows in (1, 2, 3, 4):
+    for rows in (1, 3):
         size = 3 * rows * (LAYERS * WIDTH * 2 + 600)
         with failing_after(4 * 11):  # four files a part
             made(out=tmp_path / f"stopped {rows}", memory_budget=size)
@@ -138,17 +138,14 @@ def test_a_piece_is_no_larger_than_asked_for(of_vllm: tuple[Path, list[int]], mo
     assert held[-1] == len(whole.row_table)  # by default one part takes it all
 
 
-@pytest.mark.parametrize("count", [5, 14])
-def test_what_is_written_of_a_killed_import_is_read(
-    count: int, of_vllm: tuple[Path, list[int]], tmp_path: Path
-) -> None:
+def test_what_is_written_of_a_killed_import_is_read(of_vllm: tuple[Path, list[int]], tmp_path: Path) -> None:
     folder, lengths = of_vllm
 
     def make(**to: Any) -> cp.Trace:
         return cp.import_vllm(folder, [1, 2, 3], num_prompt_tokens=lengths, memory_budget=BUDGET, **to)
 
     run = tmp_path / "run"
-    with failing_after(count):
+    with failing_after(14):
         make(out=run)
     whole, part = cp.import_vllm(folder, [1, 2, 3], num_prompt_tokens=lengths), cp.load_trace(run)
     num_rows = len(part.row_table)

@@ -83,7 +83,7 @@ def test_a_line_of_the_journal_tells_nothing_of_later_steps(tmp_path: Path, monk
         append(directory, part)
 
     monkeypatch.setattr(disk_writer, "append_part", late)
-    cp.run(loaded(), PROMPTS, **(LONG | {"max_kv_tokens": 90}), capture="S", out=tmp_path)
+    cp.run(loaded(), PROMPTS, **(LONG | {"max_kv_tokens": 90, "max_new_tokens": 24}), capture="S", out=tmp_path)
     assert any(preempted for _, preempted in lines[:-1])
     assert all(step <= last for last, preempted in lines for step in preempted)
 

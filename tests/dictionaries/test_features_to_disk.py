@@ -31,7 +31,6 @@ TWINS = [*PROMPTS[:3], PROMPTS[2], PROMPTS[2], PROMPTS[2]]
 @pytest.fixture(autouse=True)
 def _part_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     part_each_round(monkeypatch)
-    monkeypatch.setattr("os.fsync", lambda file: None)  # hundreds of parts; no test here cuts the power
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_a_pass_that_fails_moves_no_feature(is_drafted: bool, tmp_path: Path) ->
     settings = dict(RUN, deterministic=True, capture="S", dictionary=random_dictionary(), drafter=drafter)
     tried = tiny()
     cp.run(tried, FAILING[:4], **settings)  # tries the shapes of passes, so that the fault meets none of these trials
-    for number in (2, 7, 8, 13):
+    for number in (2, 8):
         faults = {number: torch.OutOfMemoryError("for once")}
         model = Faulty(tried, lambda call, faults=faults: faults.pop(call.number, None))
         trace = cp.run(model, FAILING[:4], **settings, out=tmp_path / str(number))
@@ -112,11 +111,10 @@ def require_continued(directory: Path, drafter: str, whole: cp.Trace) -> None:
         assert committed(again, request_id).equals(committed(whole, request_id))
 
 
-@pytest.mark.parametrize("drafter", ["none", "early exit"])
-def test_a_run_goes_on_with_its_features(drafter: str, tmp_path: Path) -> None:
-    mine = random_dictionary()
+def test_a_run_goes_on_with_its_features(tmp_path: Path) -> None:
+    mine, drafter = random_dictionary(), "early exit"
     whole = cp.run(loaded(), PROMPTS, **LONG, drafter=DRAFTERS[drafter](), dictionary=mine)
-    for number in (2, 33):
+    for number in (2, 20):
         directory = tmp_path / str(number)
         with failing_after(number):
             recorded(directory, drafter, mine)

@@ -24,8 +24,11 @@ def recorded(dictionary: Dictionary, prompts: list = PROMPTS[:3], model: object 
     return cp.run(model or loaded(), prompts, **DRAFTED, capture=capture)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("architecture", "site", "layer"), [("topk", "S", 1), ("jumprelu", "C", 2)])
+@pytest.mark.parametrize(
+    ("architecture", "site", "layer", "dtype"),
+    [("topk", "S", 1, torch.bfloat16), ("jumprelu", "C", 2, torch.float32)],
+    ids=str,
+)
 def test_they_are_those_of_the_stored_states(architecture: str, site: str, layer: int, dtype: torch.dtype) -> None:
     """Bit for bit, with prompts that are shared."""
     mine, model = random_dictionary(architecture, site, layer), loaded("llama", dtype)
@@ -51,7 +54,7 @@ def test_they_are_saved_and_loaded(tmp_path: Path) -> None:
     assert len(trace.hypotheses())
 
 
-@pytest.mark.parametrize("capture", ["STCZ", None, cp.CaptureConfig("Z", top_features=4)])
+@pytest.mark.parametrize("capture", ["STCZ", cp.CaptureConfig("Z", top_features=4)])
 def test_the_keyword_is_the_field(capture: "str | cp.CaptureConfig | None") -> None:
     mine = random_dictionary()
     given = cp.run(loaded(), PROMPTS[:2], **DRAFTED, capture=capture, dictionary=mine)

@@ -88,7 +88,7 @@ class _WidthDiffers:
         return out * (1 + 2**-20) if token_ids.shape[1] == self._width else out
 
 
-@pytest.mark.parametrize("width", [0, 2, 4, 8, 16])
+@pytest.mark.parametrize("width", [0, 4, 16])
 def test_a_narrow_pass_with_other_bits_is_not_run(width: int) -> None:
     """Only widths in which every token has the bits of a whole window are used."""
     fast = choose_path(cp.load_model(hf_model()), "fast")[0]

@@ -124,8 +124,9 @@ def test_denormal_numbers_are_flushed_by_all_threads_or_by_none(monkeypatch: pyt
         cp.run(loaded(), PROMPTS[:2], **LIGHT)
 
 
-@pytest.mark.parametrize("path", ["fast", "bridge"])
-@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize(
+    ("outside", "path"), [*zip(OUTSIDE, ("bridge", "fast", "bridge", "fast", "fast"), strict=True)]
+)
 def test_what_stands_around_a_run_makes_no_difference(outside: str, path: str) -> None:
     """Under autocast a float32 model gave bfloat16 states, under one fingerprint."""
     model, live = loaded(), hf_model()
@@ -147,12 +148,11 @@ def switches() -> tuple[object, ...]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("outside", ["autocast", "default dtype float64"])
-def test_a_stream_leaves_settings_alone_between_its_pieces(outside: str) -> None:
+def test_a_stream_leaves_settings_alone_between_its_pieces() -> None:
     """Also one that is let go, and one that ends with an error."""
     model = loaded()
     want = cp.run(model, PROMPTS[:2], **LIGHT)
-    with OUTSIDE[outside]():
+    with OUTSIDE["autocast"]():
         inside = switches()
         stream = cp.stream(model, PROMPTS[:2], **STREAMED)
         for _ in stream:
@@ -184,10 +184,9 @@ def test_a_model_in_train_mode_runs_in_eval_mode_and_gets_its_mode_back(path: st
     assert [module.training for module in live.modules()] == mode
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_edit_through_data_is_another_model(dtype: torch.dtype) -> None:
+def test_an_edit_through_data_is_another_model() -> None:
     """`param.data.mul_` changes neither address nor edit count: hash and trial of the twin were those of before."""
-    model = fresh(dtype=dtype)
+    model = fresh(dtype=torch.bfloat16)
     trace = cp.run(model, PROMPTS[:2], **LIGHT)
     first, trial = model.weights_sha256, model.fast_trial
     weight = model.bridge.blocks[1].mlp.out.original_component.weight
@@ -224,7 +223,7 @@ def test_thoughts_are_made_anew_after_an_edit_through_data() -> None:
     assert first.digest(0) != cp.run(model, PROMPTS[:1], **light).digest(0)
 
 
-@pytest.mark.parametrize("numbers", [7, 512, 4096, 10_001])
+@pytest.mark.parametrize("numbers", [7, 10_001])
 def test_a_checksum_sees_every_edit_of_a_weight(numbers: int) -> None:
     """The sums that stand for a weight on another device, too: a byte changed, rows swapped, words swapped."""
     weight = torch.randn(numbers, 6)
@@ -268,14 +267,13 @@ def test_an_edit_while_a_run_starts_is_read() -> None:
     assert len(set(found)) == 3 and found[-1] == model.weights_checksum
 
 
-@pytest.mark.parametrize("key", ["threads", "float32_matmul_precision"])
-def test_a_setting_that_changes_between_two_pieces_ends_the_stream(key: str) -> None:
-    apply, undo = RECORDED[key]
+def test_a_setting_that_changes_between_two_pieces_ends_the_stream() -> None:
+    apply, undo = RECORDED["threads"]
     stream = cp.stream(loaded(), PROMPTS[:2], **STREAMED)
     next(stream)
     apply()
     try:
-        with pytest.raises(FingerprintMismatch, match=f"two steps of one run.*; {key}: "):
+        with pytest.raises(FingerprintMismatch, match="two steps of one run.*; threads: "):
             list(stream)
     finally:
         undo()
@@ -309,22 +307,11 @@ def interrupted(model: BridgeLM, error: BaseException, after: int) -> None:
     assert calls > after
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of mine")], ids=repr)
-@pytest.mark.parametrize("path", ["fast", "bridge"])
-def test_the_same_bits_after_an_interruption(path: str, error: BaseException) -> None:
-    model = fresh()
-    want = digests(model, path=path)
-    for after in (0, 2, 9):
-        interrupted(model, error, after)
-        assert digests(model, path=path) == want
-
-
-@pytest.mark.parametrize("path", ["fast", "bridge"])
-def test_an_interruption_in_a_forward_reaches_the_caller(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_in_a_forward_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C inside a matrix product of the ninth pass."""
     model = fresh()
-    want: Trace = cp.run(model, PROMPTS[:3], **LIGHT, path=path)
-    inner, _ = choose_path(model, path)
+    want: Trace = cp.run(model, PROMPTS[:3], **LIGHT)
+    inner, _ = choose_path(model)
     calls, forward = 0, type(inner).forward
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
@@ -337,7 +324,7 @@ def test_an_interruption_in_a_forward_reaches_the_caller(path: str, monkeypatch:
     with monkeypatch.context() as patched:
         patched.setattr(type(inner), "forward", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            cp.run(model, PROMPTS[:3], **LIGHT, path=path)
-    again = cp.run(model, PROMPTS[:3], **LIGHT, path=path)
+            cp.run(model, PROMPTS[:3], **LIGHT)
+    again = cp.run(model, PROMPTS[:3], **LIGHT)
     assert [again.digest(i) for i in range(3)] == [want.digest(i) for i in range(3)]
     assert again.fingerprint == want.fingerprint

@@ -2,15 +2,17 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.cli.app import main
+from cacheprobe.core import terminal
 from cacheprobe.trace.recording.observers import ProgressBar
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -144,58 +146,50 @@ def test_accuracy_is_that_of_finished_requests(press_at: Any) -> None:
     assert 0 < len(finished) < 6 and trace.meta["behaviour"]["num_examples"] == len(finished)
 
 
-PRESSED = """
-import os, signal, sys
-from cacheprobe.cli import app as cli
-from cacheprobe.core import terminal
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """A function that runs `cacheprobe run`, in which Ctrl-C is pressed so many times after three tokens, and returns
+    its exit status and what it wrote."""
 
-seen = 0
+    def run(out: Path, times: int, *words: str) -> tuple[int, str, str]:
+        seen = 0
 
-def advance(self, units=1, note=""):
-    global seen
-    seen += units
-    if seen >= 3 > seen - units:
-        for _ in range(int(os.environ["TIMES"])):
-            os.kill(os.getpid(), signal.SIGINT)
+        def advance(self: terminal.Progress, units: int = 1, note: str = "") -> None:
+            nonlocal seen
+            seen += units
+            if seen >= 3 > seen - units:
+                for _ in range(times):
+                    os.kill(os.getpid(), signal.SIGINT)
 
-terminal.Progress.advance = advance
-cli.main()
-"""
+        monkeypatch.setattr(terminal.Progress, "advance", advance)
+        given = "--model coinflip-plain --dtype float32 --task coin_flip:people=2 --n 3".split()
+        given += "--max-new-tokens 30 --capacity 128 --capture SZ".split()
+        monkeypatch.setattr(sys, "argv", ["cacheprobe", "run", "--out", str(out), *given, *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
-def run(out: Path, times: int, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PRESSED, "run", "--out", str(out)]
-    command += "--model coinflip-plain --dtype float32 --task coin_flip:people=2 --n 3".split()
-    command += "--max-new-tokens 30 --capacity 128 --capture SZ".split()
-    env = {**os.environ, "TIMES": str(times)}
-    return subprocess.run([*command, *words], capture_output=True, text=True, env=env, timeout=300)
-
-
-def test_the_command_saves_what_is_finished(tmp_path: Path) -> None:
+def test_the_command_saves_what_is_finished(tmp_path: Path, command: Callable[..., tuple[int, str, str]]) -> None:
     """Before, Ctrl-C in the middle of `cacheprobe run` left nothing."""
-    done = run(tmp_path / "run", 1, "--max-batch", "1")
-    assert done.returncode == 130, done.stderr
-    assert "stopping after this pass; Ctrl-C again ends at once" in done.stderr
-    assert "requests finished; the others end where they stood" in done.stderr
-    assert done.stdout.endswith(f"run: {tmp_path / 'run'}\n")
+    status, said, told = command(tmp_path / "run", 1, "--max-batch", "1")
+    assert status == 130, told
+    assert "stopping after this pass; Ctrl-C again ends at once" in told
+    assert "requests finished; the others end where they stood" in told
+    assert said.endswith(f"run: {tmp_path / 'run'}\n")
     trace = cp.load_trace(tmp_path / "run")
     assert "cancelled" in trace.meta["finish"].values() and trace.meta["command"]["name"] == "run"
     assert sum(map(len, trace.tokens.values())) >= 3
-    earlier = (tmp_path / "run" / "manifest.json").read_bytes()
-    done = run(tmp_path / "run", 1, "--overwrite")
-    assert done.returncode == 130 and done.stdout.endswith(f"run: {tmp_path / 'run-stopped'}\n")
-    assert (tmp_path / "run" / "manifest.json").read_bytes() == earlier
 
 
-def test_pressed_twice_it_ends_at_once_and_can_be_continued(tmp_path: Path) -> None:
-    done = run(tmp_path / "run", 2)
-    assert done.returncode == 130 and "Traceback" not in done.stderr and not done.stdout
-    assert f"continue what is on the disk: cacheprobe resume {tmp_path / 'run'}" in done.stderr
-    resumed = subprocess.run(
-        [sys.executable, "-m", "cacheprobe", "resume", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    assert set(cp.load_trace(tmp_path / "run").meta["finish"].values()) <= {"length", "stop"}
+def test_pressed_twice_it_ends_at_once_and_can_be_continued(
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    status, said, told = command(tmp_path / "run", 2)
+    assert status == 130 and "Traceback" not in told and not said
+    assert f"continue what is on the disk: cacheprobe resume {tmp_path / 'run'}" in told
+    resumed = cp.resume(tmp_path / "run", cp.load_model("coinflip-plain", dtype="float32"), progress=False)
+    assert set(resumed.meta["finish"].values()) <= {"length", "stop"}

@@ -76,16 +76,10 @@ def require_isolated(trace: cp.Trace, message: str) -> None:
 
 FAULTS = {
     "an entry is None": (faulty(entry=lambda: None), "must propose a list of token ids, got None"),
-    "an entry is text": (faulty(entry=lambda: "abc"), "must propose a list of token ids, got 'abc'"),
     "a token is None": (faulty(entry=lambda: [None]), "a proposed token must be a whole number, got None"),
     "a token is a float": (faulty(entry=lambda: [1.0]), "a proposed token must be a whole number, got 1.0"),
-    "a token is a flag": (faulty(entry=lambda: [True]), "a proposed token must be a whole number, got True"),
     "a token is outside": (faulty(entry=lambda: [VOCAB]), f"proposed token {VOCAB}, outside the vocabulary of {VOCAB}"),
-    "a token is negative": (faulty(entry=lambda: [-1]), "proposed token -1, outside the vocabulary"),
     "None is returned": (faulty(whole=lambda right: None), "must return 1 lists of token ids, one for each"),
-    "text is returned": (faulty(whole=lambda right: "abc"), "must return 1 lists of token ids, one for each"),
-    "a mapping is returned": (faulty(whole=lambda right: {0: right}), "must return 1 lists of token ids"),
-    "a list is missing": (faulty(whole=lambda right: right[1:]), "one for each request, got 0 lists"),
     "a list is left over": (faulty(whole=lambda right: [*right, []]), "one for each request, got 2 lists"),
     "it raises a TypeError": (faulty(entry=fail(TypeError("no"))), "drafter own failed with TypeError: no"),
     "it raises a KeyError": (faulty(whole=fail(KeyError("no"))), "drafter own failed with KeyError: 'no'"),
@@ -102,11 +96,10 @@ def test_a_drafters_fault_ends_the_request_that_it_belongs_to(fault: str) -> Non
     assert bool(fault == "it fails later") == (len(trace.committed(BAD)) > 1)
 
 
-@pytest.mark.parametrize("script", [lambda s: None, lambda s: [1.5], lambda s: ["1"]])
-def test_a_scripts_fault_is_told_of_every_request(script: Any) -> None:
+def test_a_scripts_fault_is_told_of_every_request() -> None:
     """`Scripted` asks a function of the user's; 1.5 was taken for token 1."""
     with pytest.raises(EngineError, match=r"request 0 step \d+: drafter scripted failed with \w+Error"):
-        cp.run(loaded(), PROMPTS[:2], **RUN, drafter=cp.drafters.Scripted(script))
+        cp.run(loaded(), PROMPTS[:2], **RUN, drafter=cp.drafters.Scripted(lambda s: [1.5]))
 
 
 def test_an_endless_proposal_is_cut() -> None:
@@ -185,7 +178,6 @@ LENS_FAULTS = {
     "too few rows": (lambda logits, spoiled: logits[:-1], f"must return logits [480, {VOCAB}], got [479, {VOCAB}]"),
     "ids": (lambda logits, spoiled: logits.argsort(-1), f"logits [480, {VOCAB}], got [480, {VOCAB}] of int64"),
     "NaN": (spoil(float("nan")), "with a finite largest one, got NaN or infinity"),
-    "infinity": (spoil(float("inf")), "with a finite largest one, got NaN or infinity"),
     "nothing possible": (spoil(float("-inf")), "with a finite largest one, got NaN or infinity"),
 }  # fmt: skip
 
@@ -205,7 +197,7 @@ def test_a_lens_fault_concerns_the_readings_of_one_request(fault: str) -> None:
     assert list(trace.missing) == [f"Z of request {BAD}"] and not trace.meta["errors"]
     said = trace.missing[f"Z of request {BAD}"]
     assert message in said and "its tokens and states stay" in said
-    if fault in ("NaN", "infinity", "nothing possible"):  # the fault's own row is known
+    if fault in ("NaN", "nothing possible"):  # the fault's own row is known
         assert "layer 1:" in said
     assert [trace.digest(i) for i in range(5)] == [want.digest(i) for i in range(5)]
     ours, theirs = trace.hypotheses(), want.hypotheses()
@@ -216,7 +208,7 @@ def test_a_lens_fault_concerns_the_readings_of_one_request(fault: str) -> None:
     assert ours.equals(theirs[ours.columns])
 
 
-@pytest.mark.parametrize("fault", LENS_FAULTS)
+@pytest.mark.parametrize("fault", ["raises", "NaN"])
 def test_a_lens_that_always_fails_leaves_tokens_and_states(fault: str) -> None:
     wrong, _ = LENS_FAULTS[fault]
     lens = OwnLens(lambda logits, spoiled: wrong(logits, torch.ones_like(spoiled)), torch.zeros(1, loaded().d_model))
@@ -228,10 +220,8 @@ def test_a_lens_that_always_fails_leaves_tokens_and_states(fault: str) -> None:
         trace.hypotheses()
 
 
-@pytest.mark.parametrize("fault", ["raises", "None", "NaN"])
-def test_a_stored_trace_says_what_was_not_read_and_a_reading_afterwards_fails_by_name(fault: str, tmp_path) -> None:
-    wrong, _ = LENS_FAULTS[fault]
-    lens = OwnLens(wrong, marked_states())
+def test_a_stored_trace_says_what_was_not_read_and_a_reading_afterwards_fails_by_name(tmp_path) -> None:
+    lens = OwnLens(LENS_FAULTS["raises"][0], marked_states())
     with pytest.warns(RuntimeWarning, match="lens own"):
         trace = cp.run(loaded(), PROMPTS, **RUN, deterministic=True, lens=lens)
     trace.save(tmp_path / "run")
@@ -261,7 +251,6 @@ class OwnExample(Example):
     ("answers", "message"),
     [
         (fail(KeyError("x")), "failed, KeyError: 'x'"),
-        (fail(RuntimeError("x")), "failed, RuntimeError: x"),
         (lambda: None, "must return a list of token ids, got None"),
         (lambda: ["a"], r"must return a list of token ids, got \['a'\]"),
         (lambda: [VOCAB], f"gave token {VOCAB}, outside the vocabulary of {VOCAB}"),

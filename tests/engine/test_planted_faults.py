@@ -83,20 +83,18 @@ def later(fault: Planted, window: int, num_new: int, family: str = "qwen3"):
 # -- the fault as it was seen
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("window", [1, 3, 5, 7])
+@pytest.mark.parametrize(("window", "dtype"), [(1, torch.bfloat16), (3, torch.float32)])
 def test_the_fault_that_was_seen_changes_no_request(window: int, dtype: torch.dtype) -> None:
     fault = Planted("attention of torch", as_seen_on_amd)
     assert ends(fresh(dtype=dtype), fault, PROMPTS, alone=(1, 3), window=window, group=4, **RUN).kind == "right"
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_the_fault_that_was_seen_is_tried_for(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fault_that_was_seen_is_tried_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where attention is one call for all requests, as on the bridge, the trial finds it."""
     fault = Planted("attention of torch", as_seen_on_amd)
-    assert ends(fresh(), fault, PROMPTS, window=window, group=4, path="bridge", **RUN).kind == "refused"
+    assert ends(fresh(), fault, PROMPTS, window=3, group=4, path="bridge", **RUN).kind == "refused"
     without(monkeypatch, "attention by request")
-    assert ends(fresh(), fault, PROMPTS, window=window, group=4, **RUN).kind == "refused"
+    assert ends(fresh(), fault, PROMPTS, window=3, group=4, **RUN).kind == "refused"
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -115,16 +113,16 @@ def test_the_fault_that_was_seen_changes_no_request_that_thinks(
 
 
 def test_without_guards_the_fault_that_was_seen_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In attention from position 20 on: of six cases, those with an odd window and several rows."""
+    """In attention from position 20 on: of four cases, those with an odd window and several rows."""
     without(monkeypatch, "trial", "check while it runs", "attention by request")
     kinds = {}
-    for window in (2, 3, 7):
+    for window in (2, 3):
         for dtype in FLOATS:
             fault = Planted("attention", lambda at: as_seen_on_amd(at) & (at.position >= 20))
             kinds[window, dtype] = ends(
                 fresh(dtype=dtype), fault, PROMPTS, window=window, group=4, **{**RUN, "max_new_tokens": 7}
             ).kind
-    assert [kind for (window, _), kind in kinds.items() if window % 2] == ["different"] * 4
+    assert [kind for (window, _), kind in kinds.items() if window % 2] == ["different"] * 2
     assert [kind for (window, _), kind in kinds.items() if not window % 2] == ["right"] * 2
 
 
@@ -144,7 +142,7 @@ CASES = [
 
 
 FEWER_BY_DEFAULT = [
-    case if i % 7 in (0, 2, 4) else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(CASES)
+    case if i % 7 in (0, 3) else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(CASES)
 ]
 """Every family, dtype, window and group is among them: 7 has no factor in common with their numbers."""
 
@@ -202,8 +200,9 @@ def test_a_window_is_chosen_that_the_fault_spares() -> None:
 # -- faults that begin after the shape was tried
 
 
-@pytest.mark.parametrize(("operation", "window"), [("product", 1), ("norm", 1), ("activation", 3), ("unembedding", 4)])
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("operation", "row", "window"), [("product", 0, 1), ("norm", 1, 1), ("activation", 2, 3), ("unembedding", 3, 4)]
+)
 def test_a_fault_of_a_row_that_begins_later_is_stopped(operation: str, row: int, window: int) -> None:
     verdict = later(Planted(operation, in_row(row)), window, 3 * window + 5)
     assert verdict.kind == "stopped", verdict
@@ -216,11 +215,8 @@ def test_a_fault_of_a_row_that_begins_later_is_stopped(operation: str, row: int,
     ("operation", "name", "window"),
     [
         ("product", "neighbours", 1),
-        ("norm", "neighbours", 4),
-        ("unembedding", "neighbours", 1),
         ("unembedding", "neighbours", 4),
         ("activation", "next neighbour", 1),
-        ("product", "slot", 4),
         ("attention", "slot", 3),
         ("norm", "odd slots", 4),
         ("activation", "position", 3),
@@ -231,8 +227,7 @@ def test_any_fault_that_begins_later_is_stopped(operation: str, name: str, windo
     assert later(Planted(operation, DEPENDS_ON[name]), window, 4 * window + 9).kind == "stopped"
 
 
-@pytest.mark.parametrize("window", [3, 5, 7])
-@pytest.mark.parametrize("name", ["slot", "odd slots"])
+@pytest.mark.parametrize(("name", "window"), [("slot", 3), ("odd slots", 5)])
 def test_a_fault_of_slots_that_begins_later_is_stopped_in_a_short_run(name: str, window: int) -> None:
     """Where one or two verify passes are all that a request gets, they compare slots."""
     assert later(Planted("product", DEPENDS_ON[name]), window, window + 2).kind == "stopped"
@@ -241,7 +236,7 @@ def test_a_fault_of_slots_that_begins_later_is_stopped_in_a_short_run(name: str,
 # -- each guard removed
 
 
-@pytest.mark.parametrize(("operation", "window"), [("product", 1), ("norm", 3), ("activation", 4)])
+@pytest.mark.parametrize(("operation", "window"), [("product", 1), ("norm", 3)])
 def test_without_the_trial_the_check_while_it_runs_stops_it(
     operation: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +249,7 @@ def test_without_the_trial_the_check_while_it_runs_stops_it(
 
 @pytest.mark.parametrize(
     ("operation", "name", "window"),
-    [("product", "row", 1), ("norm", "neighbours", 1), ("unembedding", "neighbours", 4), ("attention", "slot", 3)],
+    [("product", "row", 1), ("unembedding", "neighbours", 4)],
 )
 def test_without_the_check_while_it_runs_a_later_fault_is_silent(
     operation: str, name: str, window: int, monkeypatch: pytest.MonkeyPatch

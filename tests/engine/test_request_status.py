@@ -144,11 +144,6 @@ def test_the_cache_holds_what_was_committed_and_drafted() -> None:
         check(state)
 
 
-def test_the_status_is_shown() -> None:
-    assert "1 committed, 0 drafted, preempted" in repr(made(Status.PREEMPTED))
-    assert "length" in repr(made(Status.FINISHED))
-
-
 def test_a_run_that_breaks_the_invariant_stops_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit that leaves its draft, planted; in the tests every run is checked."""
     right = SequenceState.end

@@ -27,12 +27,8 @@ from tests.field.rows import Row, measure
 from tests.field.tiny_family import families, tiny_config, tiny_family
 from tests.field.variants import VARIANTS
 
-QUICK = frozenset(
-    "llama granite bloom opt exaone4 mamba2 jamba rwkv falcon_h1 nemotron_h gemma4_text inkling_text minimax bart "
-    "openai-gpt gemma3n_text deepseek_v3 gemma3_text gpt2 gpt_neox mixtral qwen3 blt falcon gpt_neo gpt_oss lfm2 mamba "
-    "qwen3_5_text".split()
-)
-"""Tried by `make test`: at least one family of each kind. The rest are slow."""
+QUICK = frozenset("llama gpt2 bloom rwkv gemma3_text deepseek_v3 gpt_oss inkling_text bart openai-gpt blt".split())
+"""Tried by `make test`: a family of each kind, and some that are refused. The rest are slow."""
 Edit = Callable[[Tensor], Tensor | None]
 DOCS = Path(__file__).parents[2] / "docs/families.txt"
 DOCUMENTED = {line.split(" | ")[0].removeprefix("| "): line for line in DOCS.read_text(encoding="utf-8").splitlines()}
@@ -66,7 +62,7 @@ def test_every_family_of_the_sliding_list_is_compared_past_its_window() -> None:
         assert tiny_config(family).sliding_window < max(map(len, PROMPTS))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_drafts_equal_the_assisted_generation_and_prompt_lookup_of_transformers(family: str) -> None:
     """transformers speculates with a smaller model and with n-grams of the prompt; so do our two drafters."""
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9], [3, 9, 27, 81, 5, 15, 45] * 3, [11, 12]]

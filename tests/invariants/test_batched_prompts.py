@@ -24,7 +24,6 @@ from tests.tiny import hf_model
 
 pytestmark = pytest.mark.determinism
 
-FLOATS = (torch.float32, torch.bfloat16)
 RUN: dict[str, Any] = dict(capacity=192, max_new_tokens=4, progress=False, sampling=HOT)
 DRAFTED: dict[str, Any] = {**RUN, "drafter": cp.drafters.NGram()}
 
@@ -59,9 +58,10 @@ def want(of: Any, prompts: list[Any], **settings: Any) -> list[Any]:
 # -- the bits
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
-    "settings", [RUN, {**RUN, "determinism": "invariant"}, DRAFTED], ids=["verify", "invariant", "drafted"]
+    ("dtype", "settings"),
+    [(torch.bfloat16, RUN), (torch.float32, {**RUN, "determinism": "invariant"}), (torch.bfloat16, DRAFTED)],
+    ids=["verify", "invariant", "drafted"],
 )
 def test_prompts_that_share_a_pass_have_the_bits_of_the_reference(dtype: torch.dtype, settings: dict[str, Any]) -> None:
     of, prompts = model(dtype), texts(LENGTHS)
@@ -115,7 +115,7 @@ def test_a_prompt_whose_logits_are_not_numbers_ends_alone() -> None:
     assert [outcome(trace, i) for i in (0, 1, 3, 4)] == want(of, others)
 
 
-@pytest.mark.parametrize(("family", "window"), [("mistral", 6), ("qwen3", None), ("qwen2", 6)])
+@pytest.mark.parametrize(("family", "window"), [("mistral", 6), ("qwen3", None)])
 def test_other_families_and_sliding_windows(family: str, window: int | None) -> None:
     of, prompts = on_loops(cp.load_model(hf_model(family, torch.bfloat16, window=window))), texts(LENGTHS)
     trace = cp.run(of, prompts, deterministic=True, **RUN)
@@ -133,7 +133,7 @@ def test_heads_are_recorded_as_by_the_reference() -> None:
 def test_prompts_of_both_kinds_keep_what_is_promised() -> None:
     """Plain requests, arrivals, limits, equal prompts, and preempted requests, whose prompts are read again alone."""
     of, rng = model(torch.bfloat16), random.Random(3)
-    for number in range(4):
+    for number in range(2):
         prompts = texts([rng.randrange(1, 90) for _ in range(12)])
         prompts[5] = prompts[4]
         requests: list[Any] = [

@@ -18,7 +18,7 @@ from cacheprobe.engine.sizes import with_capacity
 from cacheprobe.kvcache import cache as storage
 from cacheprobe.models.thinking.lm import ThinkingLM
 from tests.thinking.test_thinking import text, tiny
-from tests.tiny import FAMILIES, PROMPTS, loaded
+from tests.tiny import PROMPTS, QUICK, loaded
 
 RUN: dict[str, Any] = dict(deterministic=[0, 2], window=4, group=2, max_new_tokens=12, progress=False)
 LONG = [(7 * i + i // 5) % 97 for i in range(520)]
@@ -59,7 +59,7 @@ def test_the_longest_request_chooses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((family, torch.float32) for family in FAMILIES), ("llama", torch.bfloat16)], ids=str
+    ("family", "dtype"), [*((family, torch.float32) for family in QUICK), ("llama", torch.bfloat16)], ids=str
 )
 def test_bits_do_not_depend_on_the_capacity(family: str, dtype: torch.dtype) -> None:
     """Tokens, states and readings of deterministic requests, drafted and not."""

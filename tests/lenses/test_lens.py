@@ -8,10 +8,10 @@ import cacheprobe as cp
 from cacheprobe.models.hf.lm import HuggingFaceLM
 from cacheprobe.ops.equality import close
 from cacheprobe.trace.self_checks import CaptureError
-from tests.tiny import FAMILIES, PROMPTS, SMALL, loaded
+from tests.tiny import PROMPTS, QUICK_FAMILIES, SMALL, loaded
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_readings_equal_transformer_lens(family: str) -> None:
     """Every layer's log-probability of the committed token and its rank, on the finished text."""
     model = loaded(family)

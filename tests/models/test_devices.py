@@ -26,8 +26,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "asked",
     [
         dict(device="cpu"),
-        dict(device=torch.device("cpu")),
-        dict(device_map={"": "cpu"}),
         dict(device_map={"model": "cpu", "lm_head": "cpu"}),
         pytest.param(dict(device_map="auto"), marks=WITHOUT_GPU),
     ],
@@ -43,8 +41,14 @@ def test_on_the_cpu_a_run_is_the_same_bits(directory: Path, asked: dict[str, Any
 
 
 @WITHOUT_GPU
-@pytest.mark.parametrize("name", ["tiny", "coinflip-thinking", "nowhere/at-all"])
-@pytest.mark.parametrize("asked", [dict(device="cuda"), dict(device_map={"": 0}), dict(device_map={"": "cuda:1"})])
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("tiny", dict(device="cuda")),
+        ("coinflip-thinking", dict(device_map={"": 0})),
+        ("nowhere/at-all", dict(device_map={"": "cuda:1"})),
+    ],
+)
 def test_without_a_gpu_cuda_is_refused_before_anything_is_loaded(
     directory: Path, name: str, asked: dict[str, Any]
 ) -> None:

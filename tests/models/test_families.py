@@ -5,14 +5,14 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.ops.equality import close
-from tests.tiny import FAMILIES, PROMPTS, SMALL, hf_model, loaded
+from tests.tiny import FAMILIES, PROMPTS, QUICK, QUICK_FAMILIES, SMALL, hf_model, loaded
 from tests.twins.equivalence import hf_greedy
 
 DRAFTERS = {"none": None, "early exit": cp.drafters.EarlyExit(layer=1), "fast path": cp.drafters.FastPath()}
 
 
-ALIKE = {"llama-tied": "llama", "qwen3": "qwen2", "phi": "gpt-neox", "gemma2": "gemma3"}
-"""Families whose loop adds little to another's: `make test` tries each once, `make test-all` as the others."""
+ALIKE = [family for family in FAMILIES if family not in QUICK]
+"""`make test` tries each of these families once, `make test-all` as the others."""
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -28,9 +28,7 @@ def test_a_family_like_another(name: str) -> None:
             assert trace.digest(i) == oracle.digest(i), f"request {i}: states differ"
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(f, marks=[pytest.mark.slow] if f in ALIKE else []) for f in FAMILIES]
-)
+@pytest.fixture(scope="module", params=QUICK_FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -16,7 +16,7 @@ from cacheprobe.ops.equality import bitwise, close
 from tests.compiled import on_loops
 from tests.feeding import GARBAGE, fed_in_parts, texts
 from tests.shapes import fixed_pass, serving
-from tests.tiny import FAMILIES, VOCAB, loaded
+from tests.tiny import QUICK_FAMILIES, VOCAB, loaded
 
 pytestmark = pytest.mark.determinism
 
@@ -27,7 +27,7 @@ def hooks_on(model: torch.nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=QUICK_FAMILIES)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[BridgeLM, FastLM]]:
     model = loaded(request.param)
     yield model, FastLM(model)
@@ -75,8 +75,7 @@ def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, FastLM])
             assert [bool(keys.any()) for keys in cache.keys] == [layer < num_layers for layer in range(3)]
 
 
-@pytest.mark.parametrize("functional", [True, False])
-@pytest.mark.parametrize("can_choose", [True, False])
+@pytest.mark.parametrize(("functional", "can_choose"), [(True, True), (False, False)])
 def test_chosen_logits_are_those_of_the_slots(
     pair: tuple[BridgeLM, FastLM], functional: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,9 +138,11 @@ def test_what_a_listener_returns_changes_nothing() -> None:
         assert bitwise(plain.forward(ids, plain.new_cache(1, 8), [0], [0]), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gemma3"])
-@pytest.mark.parametrize("shape", [(4, 8), (1, 8), (4, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype", "shape"),
+    [("llama", torch.bfloat16, (4, 8)), ("gpt-neox", torch.float32, (1, 8)), ("gemma3", torch.bfloat16, (4, 1))],
+    ids=str,
+)
 def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Neither its place in the batch, nor the other rows, nor what is stale, nor its slot in the window matter."""
     plain = FastLM(loaded(family, dtype))

@@ -17,7 +17,7 @@ from cacheprobe.models.plain import lm as copied
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.readout import read_logits
 from tests.feeding import fed_in_parts, texts
-from tests.tiny import FAMILIES, PROMPTS, SMALL, loaded
+from tests.tiny import PROMPTS, QUICK_FAMILIES, SMALL, loaded
 from tests.twins.equivalence import read_logits_slowly
 
 
@@ -42,7 +42,7 @@ def narrowings(form: Any) -> int:
     return seen.count
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_nothing_is_narrowed_on_the_way(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(family, torch.float64)
     forms = [model, FastLM(model), FastLM(model, functional=False)]
@@ -53,7 +53,7 @@ def test_nothing_is_narrowed_on_the_way(family: str, monkeypatch: pytest.MonkeyP
     assert found == [family != "gpt2"] * 2, "the control: norms, rotations and softmaxes round, but GPT-2's"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_both_forms_agree_far_below_float32(family: str) -> None:
     model = loaded(family, torch.float64)
     ours, theirs = (fed_in_parts(form, texts(14, 9)) for form in (FastLM(model), model))

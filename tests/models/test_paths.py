@@ -15,7 +15,7 @@ from cacheprobe.models.plain import lm as copied
 from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.equality import close
 from tests.proxies import take_members
-from tests.tiny import FAMILIES, VOCAB, hf_model, loaded
+from tests.tiny import VOCAB, hf_model, loaded
 
 SUMS = "fused attention reorders sums"
 
@@ -67,16 +67,6 @@ def test_a_replaced_module_is_refused() -> None:
     assert chosen is model and "is a Identity, not a LlamaMLP" in reason
 
 
-def test_an_edit_of_a_copy_that_the_bridge_keeps() -> None:
-    """GPT-NeoX's joint projection is split into copies: the twin computes with one, the bridge with the others."""
-    model = fresh("gpt-neox")
-    assert isinstance(choose_path(model)[0], FastLM)
-    with torch.no_grad():
-        model.bridge.blocks[0].attn.q.weight.mul_(1 + 1e-6)  # far less than the comparison would notice
-    chosen, reason = choose_path(model)
-    assert chosen is model and "weights were edited, and the bridge keeps copies" in reason
-
-
 def test_a_hook_chooses_the_bridge() -> None:
     model = fresh(dtype=torch.bfloat16)  # in 16 bits, hooks of our own are on it
     assert sum(len(point.fwd_hooks) for point in model.bridge.hook_dict.values()) > 0
@@ -101,9 +91,10 @@ def test_a_hook_chooses_the_bridge() -> None:
     assert isinstance(choose_path(model)[0], FastLM)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_a_twin(family: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float16), ("gpt2", torch.bfloat16), ("gemma3", torch.bfloat16)], ids=str
+)
+def test_a_model_in_16_bits_has_a_twin(family: str, dtype: torch.dtype) -> None:
     chosen, reason = choose_path(loaded(family, dtype))
     assert isinstance(chosen, FastLM), reason
 
@@ -156,8 +147,7 @@ def test_hooks_of_the_bridges_own_do_not_count() -> None:
     assert list(paths.user_hooks(bridge)) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_twin_that_differs_is_not_chosen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_twin_that_differs_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = copied.empty_model
 
     def other_rotation(wrapped: torch.nn.Module) -> torch.nn.Module:
@@ -167,7 +157,7 @@ def test_a_twin_that_differs_is_not_chosen(dtype: torch.dtype, monkeypatch: pyte
         return plain
 
     monkeypatch.setattr(copied, "empty_model", other_rotation)
-    model = fresh(dtype=dtype)
+    model = fresh(dtype=torch.bfloat16)
     chosen, reason = choose_path(model)
     assert chosen is model and "of the plain model are" in reason
 

@@ -26,9 +26,8 @@ from tests.tiny import SMALL, hf_model
 pytestmark = pytest.mark.determinism
 
 SITES = [("pre", 0), *((site, layer) for layer in range(3) for site in "STC")]
-CASES = [(family, dtype, None) for family in ("llama", "qwen2", "qwen3") for dtype in (torch.float32, torch.bfloat16)]
-CASES += [("mistral", torch.bfloat16, 6), ("llama", torch.float16, None)]
-CASES += [("qwen2", torch.bfloat16, 6), ("qwen3", torch.float32, 6)]  # two kinds of layers, with a mask each
+CASES = [("llama", torch.float32, None), ("qwen3", torch.bfloat16, None)]
+CASES += [("qwen2", torch.bfloat16, 6)]  # two kinds of layers, with a mask each
 cases = pytest.mark.parametrize(("family", "dtype", "window"), CASES, ids=str)
 
 
@@ -86,10 +85,9 @@ def test_every_bit_is_that_of_operations_queued_again(
     assert (num_ours, num_theirs) == (5, 0), "a pass is prepared once for its width, rows that attend, and layers"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_runs_with_drafts_and_copies_have_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_drafts_and_copies_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic requests are computed twice in some passes, in which the copy is compared and not stored."""
-    model, traces = on_loops(cp.load_model(hf_model("llama", dtype))), []
+    model, traces = on_loops(cp.load_model(hf_model("llama", torch.bfloat16))), []
     prompts = [list(map(int, text)) for text in texts(5, 9, 3, 12)]
     counts, compared = [], []
     real = StagedCache._compare
@@ -251,14 +249,17 @@ def test_a_listener_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
     assert bitwise(logits_of(fast, cache), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_with_the_products_that_suit_this_processor(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_products_that_suit_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths are multiples of 32, so that pairs and tiles of bfloat16 can be prepared; of 48 they are not."""
     live = hf_model("llama")
     for width in (96, 48):
         sizes = {**live.config.to_dict(), "hidden_size": 64, "intermediate_size": width, "head_dim": 16}
         torch.manual_seed(0)
-        fast, counts, outputs = FastLM(cp.load_model(type(live)(type(live.config)(**sizes)).to(dtype).eval())), [], []
+        fast, counts, outputs = (
+            FastLM(cp.load_model(type(live)(type(live.config)(**sizes)).to(torch.bfloat16).eval())),
+            [],
+            [],
+        )
         for wanted in (True, False):
             found, count = fed(fast, monkeypatch, wanted)
             outputs.append(found)

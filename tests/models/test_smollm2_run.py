@@ -13,7 +13,7 @@ from cacheprobe.core.terminal import DASH_PORT
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 
-RUN = dict(window=4, group=2, capacity=128, max_new_tokens=16, progress=False)
+RUN = dict(window=4, group=2, capacity=128, max_new_tokens=8, progress=False)
 EXAMPLES = cp.tasks.CoinFlip(people=3).examples(4, seed=5)
 IGNORE_EOS = cp.SamplingParams(stop_token_ids=())
 
@@ -35,7 +35,7 @@ def drafted() -> cp.Trace:
 
 
 def test_drafted_run_equals_the_oracle_with_real_rollbacks(drafted: cp.Trace) -> None:
-    assert drafted.num_rolled_back >= 10 and drafted.num_drafted - drafted.num_rolled_back >= 10
+    assert drafted.num_rolled_back >= 4 and drafted.num_drafted - drafted.num_rolled_back >= 4
     for i in range(4):
         assert drafted.committed(i) == oracle().committed(i)
         assert drafted.digest(i) == oracle().digest(i)

@@ -49,21 +49,18 @@ def on_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("width", [1, 3, 16, 37, 300])
-@pytest.mark.parametrize("inner", [1, 15, 32, 100, 576])
+@pytest.mark.parametrize(("inner", "width"), [(1, 3), (15, 16), (32, 300), (100, 37), (576, 1)])
 @all_cases
-def test_it_is_a_product(kind: int, dtype: torch.dtype, inner: int, width: int, threads: int) -> None:
+def test_it_is_a_product(kind: int, dtype: torch.dtype, inner: int, width: int) -> None:
     """To one rounding of the result, or of the largest term where sums cancel."""
     product = CompiledProduct(kind)
-    with on_threads(threads):
-        for rows in (1, 2, 3, 4, 5, 7, 8, 25, 70):
-            values, weight, bias = drawn(dtype, (rows, inner), (width, inner), (width,))
-            for added in (None, bias):
-                wanted = linear(values.double(), weight.double(), None if added is None else added.double())
-                made = product(values, weight, added)
-                assert made.dtype == dtype and made.shape == wanted.shape
-                assert bool(((made.double() - wanted).abs() <= wanted.abs() * ROUNDING[dtype] + 3e-5).all())
+    for rows in (1, 2, 3, 4, 5, 7, 8, 25, 70):
+        values, weight, bias = drawn(dtype, (rows, inner), (width, inner), (width,))
+        for added in (None, bias):
+            wanted = linear(values.double(), weight.double(), None if added is None else added.double())
+            made = product(values, weight, added)
+            assert made.dtype == dtype and made.shape == wanted.shape
+            assert bool(((made.double() - wanted).abs() <= wanted.abs() * ROUNDING[dtype] + 3e-5).all())
 
 
 @all_cases
@@ -132,7 +129,7 @@ def assert_readings_agree(made: Readout, wanted: Readout) -> None:
         assert torch.allclose(here, there, rtol=1e-5, atol=2e-5, equal_nan=True), name
 
 
-@pytest.mark.parametrize("width", [1, 5, 127, 128, 129, 512, 513, 5000])
+@pytest.mark.parametrize("width", [1, 129, 513, 5000])
 @all_cases
 def test_readings_equal_their_twin(kind: int, dtype: torch.dtype, width: int) -> None:
     rows = logits_of_all_kinds(dtype, width)
@@ -142,7 +139,7 @@ def test_readings_equal_their_twin(kind: int, dtype: torch.dtype, width: int) ->
         assert_readings_agree(made, read_logits(rows.double(), targets, 5))  # float32 rounds logits of thousands
 
 
-@pytest.mark.parametrize(("inner", "width"), [(64, 1), (64, 515), (100, 1300), (576, 4099)])
+@pytest.mark.parametrize(("inner", "width"), [(64, 1), (100, 1300)])
 @all_cases
 def test_readings_of_states_have_the_bits_of_their_logits(
     kind: int, dtype: torch.dtype, inner: int, width: int
@@ -180,8 +177,7 @@ def test_readings_of_what_is_no_number(kind: int, dtype: torch.dtype) -> None:
         assert_readings_agree(made, read_logits(logits, targets, 3))
 
 
-@pytest.mark.parametrize("chunk", [slice(0, 512), slice(512, 1024), slice(1536, 1600)])
-@pytest.mark.parametrize("others", [torch.nan, -torch.inf])
+@pytest.mark.parametrize(("chunk", "others"), [(slice(0, 512), torch.nan), (slice(1536, 1600), -torch.inf)])
 def test_a_chunk_without_a_number_is_noticed(chunk: slice, others: float) -> None:
     """NaN alone, or beside tokens that cannot occur: the row has no distribution, as torch's has none."""
     (logits,) = drawn(torch.float32, (2, 1600))
@@ -208,12 +204,11 @@ def test_what_the_loops_cannot_read_is_refused_or_left_to_torch() -> None:
     assert trained.grad is not None and torch.allclose(trained.grad, values.sum(0).expand(20, 8))
 
 
-@pytest.mark.parametrize("path", ["fast", "bridge"])
-def test_a_run_is_verified_on_its_own_operations(path: str, tmp_path: Path) -> None:
-    """`cacheprobe verify` loads the model as the run had it, on either path."""
+def test_a_run_is_verified_on_its_own_operations(tmp_path: Path) -> None:
+    """`cacheprobe verify` loads the model as the run had it."""
     hf_model("llama", torch.bfloat16).save_pretrained(tmp_path / "model")
     model = cp.load_model(tmp_path / "model", dtype="bfloat16", progress=False)
-    cp.run(model, PROMPTS[:1], **SMALL, path=path, deterministic=True).save(tmp_path / "run")
+    cp.run(model, PROMPTS[:1], **SMALL, path="bridge", deterministic=True).save(tmp_path / "run")
     assert verify(tmp_path / "run", progress=False) == 0
 
 
@@ -249,7 +244,7 @@ def test_values_that_were_changed_in_place_are_read_again(kind: int, dtype: torc
     assert before.count_nonzero() and not first.count_nonzero() and not again.count_nonzero()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_model_runs_on_them(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic requests equal the reference bit for bit; the fingerprint names the loops; in float32 the states

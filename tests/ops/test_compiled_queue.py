@@ -21,7 +21,7 @@ pytestmark = pytest.mark.determinism
 BY_TORCH = Operations()
 
 
-@pytest.mark.parametrize("width", [1, 15, 16, 37, 576])
+@pytest.mark.parametrize("width", [15, 576])
 @all_cases
 def test_norms_and_gates_are_those_of_torch(kind: int, dtype: torch.dtype, width: int) -> None:
     """To one rounding of the dtype: torch adds the squares, and computes exp, in other ways."""
@@ -45,7 +45,7 @@ def test_sums_and_rotations_have_the_bits_of_torch(kind: int, dtype: torch.dtype
     assert all(bitwise(one.contiguous(), other.contiguous()) for one, other in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 0.0, -200.0, 200.0])
+@pytest.mark.parametrize("number", [float("nan"), -float("inf"), 200.0])
 @all_cases
 def test_strange_numbers_pass_as_in_torch(kind: int, dtype: torch.dtype, number: float) -> None:
     values = torch.full((1, 40), number, dtype=dtype)
@@ -115,7 +115,7 @@ def block(made: Queue, stream: Tensor, weights: list[Tensor]) -> Tensor:
     return made.added(stream, made.product(made.gated(gate, up), weights[3]))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 @all_cases
 def test_a_row_has_the_same_bits_in_any_batch(kind: int, dtype: torch.dtype, threads: int) -> None:
     """And on any number of threads, many times: a thread that did not wait would read numbers of an earlier time."""
@@ -126,7 +126,7 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: int, dtype: torch.dtype, thr
         alone.append(block(made, row, weights))
         made.run()
     with on_threads(threads):
-        for _ in range(30):
+        for _ in range(15):
             for count in (70, 7, 2):
                 found = block(made, stream[:count], weights)
                 made.run()

@@ -20,9 +20,10 @@ pytestmark = pytest.mark.determinism
 
 CAPACITY = 300
 POSITIONS = (3, 60, 127, 0, 299, 16)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = ((4, 4, 16, 16), (6, 2, 20, 12), (9, 3, 64, 64), (8, 1, 7, 5))
 """Heads, heads of keys, their width and that of values."""
+CASES = [*zip(SHAPES, (torch.float32, torch.bfloat16, torch.float16, torch.float32), strict=True)]
 
 
 def drawn(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -47,8 +48,7 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rows: Any = 
     return decode_attention(q, keys[:1], values[:1], mask, np.array(places, np.int64), 0.3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_it_is_attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     q, keys, values, mask = drawn(shape, dtype)
     positions = torch.tensor(POSITIONS)[:, None]
@@ -59,8 +59,7 @@ def test_it_is_attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -
         assert close(attended(q, keys, values, mask).float(), plain, 2**-7, because="it is rounded to 16 bits")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_bits_depend_on_the_request_alone(
     shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,8 +162,7 @@ def drawn_window(shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[
     return q.to(dtype), keys, values, mask[:, None]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_a_window_is_attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     q, keys, values, _ = windows = drawn_window(shape, dtype)
     positions = torch.tensor(WINDOW_STARTS)[:, None] + torch.arange(WINDOW)
@@ -174,8 +172,7 @@ def test_a_window_is_attention(shape: tuple[int, int, int, int], dtype: torch.dt
     assert close(ours, plain, most, because="sums are ordered otherwise, and rounded to the dtype")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_bits_of_a_window_depend_on_the_position_alone(
     shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ def layers(made: Queue, stream: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return streams
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 @all_cases
 def test_every_run_has_the_bits_of_operations_queued_again(kind: int, dtype: torch.dtype, threads: int) -> None:
     """Other numbers each time; and what an earlier run returned stays as it is."""
@@ -99,7 +99,7 @@ def test_an_operation_that_reads_a_part_of_a_result_is_refused() -> None:
         PreparedQueue(made, [stream])
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(10))
 def test_no_two_results_in_use_share_a_byte(seed: int) -> None:
     """Random operations: one may run together with those before it, back to the last that waits."""
     dice = random.Random(seed)

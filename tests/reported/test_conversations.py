@@ -140,8 +140,7 @@ def test_a_tokenizer_without_offsets_takes_a_chat() -> None:
 # -- replayed text
 
 
-@pytest.mark.parametrize("owner", ["end token added", "start token added"])
-@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize(("owner", "is_text"), [("end token added", True), ("start token added", False)])
 def test_a_replayed_text_has_its_own_tokens_alone(owner: str, is_text: bool) -> None:
     """What the tokenizer adds to every text is no part of the response."""
     tokenizer = build(f"metaspace, {owner}")

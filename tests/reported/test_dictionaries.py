@@ -185,8 +185,7 @@ def test_exported_features_leave_them_out() -> None:
         assert found["maxActApprox"] == pytest.approx(float(values[is_read].max()), rel=1e-4)
 
 
-@pytest.mark.parametrize("include_special", [False, True])
-@pytest.mark.parametrize("kind", ["ablate", "steer"])
+@pytest.mark.parametrize(("kind", "include_special"), [("ablate", False), ("steer", True)])
 def test_edits_of_features_leave_them_out(kind: str, include_special: bool) -> None:
     mine, prompt, option = (
         random_dictionary("standard"),

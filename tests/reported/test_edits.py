@@ -163,18 +163,16 @@ def test_an_edit_that_a_later_one_replaces_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "site"),
+    ("make", "phases"),
     [
-        (lambda **at: iv.zero(site="C", layer=LAYER, **at), "C"),
-        (lambda **at: iv.replace(VECTOR, site="T", layer=LAYER, **at), "T"),
-        (lambda **at: iv.clamp(VECTOR, 0.5, 0.5, site="S", layers=[LAYER], **at), "S"),
-        (lambda **at: iv.ablate(VECTOR, site="S", layers=LAYER, **at), "S"),
-        (lambda **at: iv.function(lambda state, context: state / 2, site="C", layers=LAYER, **at), "C"),
-        (lambda **at: iv.zero(site="T", head=2, layer=LAYER, **at), "T"),
+        (lambda **at: iv.replace(VECTOR, site="T", layer=LAYER, **at), ("verify",)),
+        (lambda **at: iv.clamp(VECTOR, 0.5, 0.5, site="S", layers=[LAYER], **at), ("prefill",)),
+        (lambda **at: iv.ablate(VECTOR, site="S", layers=LAYER, **at), None),
+        (lambda **at: iv.function(lambda state, context: state / 2, site="C", layers=LAYER, **at), ("verify",)),
+        (lambda **at: iv.zero(site="T", head=2, layer=LAYER, **at), None),
     ],
 )
-@pytest.mark.parametrize("phases", [("verify",), ("prefill",), None])
-def test_counts_are_those_of_the_states_that_differ(make: object, site: str, phases: "tuple[str, ...] | None") -> None:
+def test_counts_are_those_of_the_states_that_differ(make: object, phases: "tuple[str, ...] | None") -> None:
     """What leaves the edited block differs from an unchanged forward of the same text at the edited rows alone, since
     the blocks below are unchanged."""
     with no_warning():
@@ -237,10 +235,7 @@ def test_a_snapshot_of_a_prompt_has_no_state_of_its_last_token() -> None:
     ("change", "message"),
     [
         (dict(positions=[1.5]), "a position must be a whole number, got 1.5"),
-        (dict(positions="12"), "a position must be a whole number, got '12'"),
-        (dict(positions=True), "a position must be a whole number, got True"),
         (dict(steps=2.0), "a step must be a whole number, got 2.0"),
-        (dict(layer=1.5), "layer must be a whole number, got 1.5"),
         (dict(layer=True), "layer must be a whole number, got True"),
         (dict(request_id=[0, 1]), r"request_id must be a whole number, got \[0, 1\]"),
         (dict(site="T", head=0.5), "head must be a whole number, got 0.5"),

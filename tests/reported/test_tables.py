@@ -226,7 +226,6 @@ def test_every_parquet_file_has_one_schema(
     """Of saved runs, of runs that are recorded in parts, while they grow and at their end, and of recorded
     imports."""
     part_each_round(monkeypatch)
-    monkeypatch.setattr("os.fsync", lambda file: None)  # many parts; no power is cut
     made = dict(
         undrafted=lambda to: cp.run(loaded(), PROMPTS[:2], **FEW, out=to),
         one=lambda to: cp.run(loaded(), PROMPTS[:2], **{**FEW, "max_new_tokens": 1}, out=to),

@@ -60,8 +60,7 @@ def test_a_rendered_chat_has_one_start_token() -> None:
 # -- padding
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("owner", ["own additions", "end token added"])
+@pytest.mark.parametrize(("owner", "side"), [("own additions", "left"), ("end token added", "right")])
 def test_padding_is_no_text(owner: str, side: str) -> None:
     """The second tokenizer pads with its end token."""
     tokenizer = build(f"metaspace, {owner}")
@@ -191,7 +190,7 @@ def require_distinct(model: CachedLM) -> None:
     assert len(set(texts)) == model.d_vocab and not any("\ufffd" in text for text in texts)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[::6])
 def test_no_two_ids_have_one_text(name: str) -> None:
     tokenizer = build(name)
     model = with_tokenizer(tokenizer)
@@ -267,8 +266,8 @@ def test_the_token_that_ends_the_turn_is_no_reasoning() -> None:
     assert (span.first_position, span.end_position, span.is_closed) == (start, start + 2, False)
 
 
-@pytest.mark.parametrize("prompt", ["what is <think> alice ?", "<think> or </think> is <think> it"])
-def test_a_question_that_names_the_tag_loses_no_answer(prompt: str) -> None:
+def test_a_question_that_names_the_tag_loses_no_answer() -> None:
+    prompt = "<think> or </think> is <think> it"
     tokenizer = build("words, own additions")
     model = with_tokenizer(tokenizer)
     example = cp.tasks.CoinFlip(people=2).examples(1, seed=0)[0]

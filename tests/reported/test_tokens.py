@@ -18,7 +18,7 @@ from cacheprobe.models.smollm2 import smollm2_directory
 from tests.field.tiny_family import NotBuilt, families, tiny_family
 from tests.quantised.writers import write_quantised
 from tests.reported.tokenizers import NAMES, SPECIAL, build, stored
-from tests.tiny import FAMILIES, SMALL, VOCAB, hf_model
+from tests.tiny import FAMILIES, QUICK_FAMILIES, SMALL, VOCAB, hf_model
 
 TEXTS = ["2 + 2?", "the coin is heads", " Alice flips", "<s>the coin", "a<think>b</think>", "it\n\nis <pad> tails"]
 
@@ -37,7 +37,9 @@ def require_own(model: CachedLM, tokenizer: PreTrainedTokenizerFast, texts: list
         assert model.encode(text, add_special_tokens=False) == plain
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if i % 6 == 0 else [pytest.mark.slow]) for i, name in enumerate(NAMES)]
+)
 def test_every_tokenizer_is_used_as_it_is(name: str, tmp_path: Path) -> None:
     """Live with its own object, twice; as folder, again and again; and without a bridge."""
     tokenizer = stored(name, tmp_path / "own")
@@ -59,7 +61,7 @@ def test_every_tokenizer_is_used_as_it_is(name: str, tmp_path: Path) -> None:
         require_own(cp.load_model(tmp_path / "model"), as_stored)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_every_family_with_a_bridge(family: str) -> None:
     tokenizer = build(NAMES[FAMILIES.index(family) % len(NAMES)])
     model = cp.load_model(copy.deepcopy(hf_model(family)), tokenizer)
@@ -121,8 +123,7 @@ def test_smollm2_continues_a_text_as_transformers_does() -> None:
         assert [*trace.requests[number].prompt_token_ids, *trace.committed(number)] == out
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("is_added", [True, False])
+@pytest.mark.parametrize(("kind", "is_added"), [("gpt2", False), ("llama", True)])
 def test_a_gguf_file_says_whether_a_start_token_is_added(
     kind: str, is_added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,11 +162,3 @@ def test_states_of_another_layer_or_vocabulary_are_refused() -> None:
             attention_mask=mask,
             model=loaded(),
         )
-
-
-def test_an_import_with_its_model_is_read_by_the_logit_lens(imported: cp.Trace) -> None:
-    """`hypotheses()` raised, though the model was there."""
-    table = imported.hypotheses()
-    read = cp.analysis.read_states(imported, cp.lenses.LogitLens())
-    assert len(table) and table.lens.unique().tolist() == ["logit"] and table.verdict.isna().all()
-    assert table.token_id.tolist() == read.token_id.tolist()

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace import shards
 from cacheprobe.trace.manifest import BLOCK_BYTES, CheckedFiles, TraceError
 from cacheprobe.trace.shards import ShardStore
 from cacheprobe.trace.storage import RunFiles
-from tests.tiny import PROMPTS, SMALL, loaded
 
 WIDTH = 512
 COUNTS = (3_000, 0, 5_000, 1)
@@ -45,17 +43,16 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "indices",
-    [[0], [8_000], [2_999, 3_000], [7, 7, 5, 7_999, 0, 3_001], list(range(2_900, 3_100)), [*range(0, 8_001, 401)], []],
-    ids=lambda indices: f"{len(indices)} from {indices[:1]}",
-)  # fmt: skip
-def test_some_vectors_are_those_of_the_whole_tensor(tmp_path: Path, indices: list[int], dtype: torch.dtype) -> None:
-    index = torch.tensor(indices, dtype=torch.long)
-    for site, layer in (("S", 0), ("C", 4)):
-        some = stored(tmp_path, dtype).some_of(site, layer, index)
-        assert bitwise(some, stored(tmp_path, dtype).all_of(site, layer)[index]) and some.shape == (len(indices), WIDTH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_some_vectors_are_those_of_the_whole_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = stored(tmp_path, dtype)
+    some_places = [[0], [8_000], [2_999, 3_000], [7, 7, 5, 7_999, 0, 3_001], [*range(2_900, 3_100)], []]
+    for indices in (*some_places, [*range(0, 8_001, 401)]):
+        index = torch.tensor(indices, dtype=torch.long)
+        store = ShardStore(whole.files, whole.shards, "SC", [0, 4])
+        for site, layer in (("S", 0), ("C", 4)):
+            some = store.some_of(site, layer, index)
+            assert bitwise(some, whole.all_of(site, layer)[index]) and some.shape == (len(indices), WIDTH)
 
 
 def test_one_vector_reads_its_own_bytes(tmp_path: Path, bytes_read: list[int]) -> None:
@@ -114,15 +111,3 @@ def test_a_damaged_block_is_found_where_it_is_read(tmp_path: Path) -> None:
     store.some_of(of_end, last, torch.tensor([7_999 - far]))
     with pytest.raises(TraceError, match=r"2.safetensors was changed after the run was saved.*bytes \d+ to \d+ differ"):
         store.some_of(of_end, last, torch.tensor([7_999]))
-
-
-@pytest.mark.parametrize("dtype", [None, "int8"])
-def test_a_run_on_disk_gives_the_states_of_the_run_in_memory(tmp_path: Path, dtype: str | None) -> None:
-    settings = {**SMALL, "capture": cp.CaptureConfig("STC", dtype=dtype), "deterministic": True}
-    trace = cp.run(loaded(), PROMPTS, **settings)
-    opened = cp.load_trace(cp.run(loaded(), PROMPTS, **settings, out=tmp_path / "run").store.files.directory)
-    rows = trace.rows(status="committed").sample(frac=1, random_state=1)
-    for site in "STC":
-        for layer in (0, -1):
-            assert bitwise(opened.vectors(site, layer, rows[:1]), trace.vectors(site, layer, rows[:1]))
-            assert bitwise(opened.vectors(site, layer, rows), trace.vectors(site, layer, rows))

@@ -90,8 +90,14 @@ def test_damage_is_named(saved: Path, damage, message: str) -> None:
     assert str(saved) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, FORMAT_VERSION - 1, 1, 0, True, "12", None])
-@pytest.mark.parametrize(("written_by", "reader"), [({"cacheprobe": "0.3.1"}, "0.3.1"), ({}, "commit 29bbc91e")])
+@pytest.mark.parametrize(
+    ("version", "written_by", "reader"),
+    [
+        (FORMAT_VERSION + 1, {"cacheprobe": "0.3.1"}, "0.3.1"),
+        (FORMAT_VERSION - 1, {}, "commit 29bbc91e"),
+        (True, {}, "commit 29bbc91e"),
+    ],
+)
 def test_another_format_is_refused_with_the_version_that_reads_it(
     saved: Path, version: object, written_by: dict[str, str], reader: str
 ) -> None:
@@ -140,18 +146,19 @@ def test_a_failed_save_leaves_the_earlier_run(trace: cp.Trace, saved: Path, monk
 # -- lazy relations
 
 
-@pytest.mark.parametrize("name", ["rows", "hypotheses", "events", "ledger", "tokens"])
-def test_a_relation_has_the_lines_of_the_table(name: str, tmp_path: Path) -> None:
+def test_a_relation_has_the_lines_of_the_table(tmp_path: Path) -> None:
     """Of a run in memory, a saved one, and one that is recorded to disk."""
     trace = cp.run(loaded(), PROMPTS, drafter=cp.drafters.NGram(), **SMALL)
     trace.save(tmp_path / "saved")
     recorded = cp.run(loaded(), PROMPTS, drafter=cp.drafters.NGram(), **SMALL, out=tmp_path / "recorded")
-    whole = trace.table(name).df()
-    assert len(whole) and len(whole) == {"rows": len(trace.rows()), "events": len(trace.events())}.get(name, len(whole))
-    left_out = ["seconds"] if name == "events" else []
-    for other in (cp.load_trace(tmp_path / "saved"), recorded):
-        assert other.table_files[name].startswith(name)
-        pd.testing.assert_frame_equal(other.table(name).df().drop(columns=left_out), whole.drop(columns=left_out))
+    lengths = {"rows": len(trace.rows()), "events": len(trace.events())}
+    for name in ("rows", "hypotheses", "events", "ledger", "tokens"):
+        whole = trace.table(name).df()
+        assert len(whole) and len(whole) == lengths.get(name, len(whole))
+        left_out = ["seconds"] if name == "events" else []
+        for other in (cp.load_trace(tmp_path / "saved"), recorded):
+            assert other.table_files[name].startswith(name)
+            pd.testing.assert_frame_equal(other.table(name).df().drop(columns=left_out), whole.drop(columns=left_out))
 
 
 def test_a_query_reads_no_whole_table(tmp_path: Path) -> None:

@@ -1,19 +1,14 @@
 """What a deliberate attack tries: edits that leave no count, forged manifests, forked processes, odd settings."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import cacheprobe as cp
 from cacheprobe.engine.fingerprint import FingerprintMismatch
-from cacheprobe.models.base import ModelError
 from cacheprobe.trace.manifest import TraceError
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
@@ -21,9 +16,9 @@ RUN: dict[str, Any] = {**SMALL, "capture": "S"}
 STREAMED = {name: value for name, value in RUN.items() if name != "progress"}
 
 
-def fresh(family: str = "llama") -> Any:
+def fresh() -> Any:
     """A model of its own, whose weights a test may edit."""
-    return cp.load_model(hf_model(family, seed=5))
+    return cp.load_model(hf_model(seed=5))
 
 
 # -- weights that change inside a run, through .data, which neither address nor edit count shows
@@ -42,18 +37,10 @@ def editing_at(model: Any, call: int) -> cp.drafters.Scripted:
     return cp.drafters.Scripted(script)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_run_whose_weights_changed_ends_with_an_error(family: str) -> None:
-    model = fresh(family)
+def test_a_run_whose_weights_changed_ends_with_an_error() -> None:
+    model = fresh()
     with pytest.raises(FingerprintMismatch, match="begin and end of one run.*weights_sha256"):
         cp.run(model, PROMPTS[:2], drafter=editing_at(model, 5), **RUN)
-
-
-def test_a_stream_whose_weights_changed_ends_with_an_error() -> None:
-    model = fresh()
-    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
-        for _ in cp.stream(model, PROMPTS[:2], drafter=editing_at(model, 5), **STREAMED):
-            pass
 
 
 def edit_when_asked(model: Any) -> Callable[[Any], bool]:
@@ -117,7 +104,7 @@ edit_never.weight = None
 # -- forged manifests
 
 
-@pytest.mark.parametrize("value", [None, 0, "", [], "no digest"])
+@pytest.mark.parametrize("value", [None, "no digest"])
 def test_a_manifest_without_its_checksum_is_refused(value: object, tmp_path: Path) -> None:
     trace = cp.run(fresh(), PROMPTS[:1], **RUN)
     path = trace.save(tmp_path / "run") / "manifest.json"
@@ -128,66 +115,10 @@ def test_a_manifest_without_its_checksum_is_refused(value: object, tmp_path: Pat
         cp.load_trace(tmp_path / "run")
 
 
-# -- processes
-
-FORKED = """
-import os, signal, torch
-import cacheprobe as cp
-from tests.tiny import hf_model
-torch.set_num_threads(2)
-model = cp.load_model(hf_model())
-options = dict(max_new_tokens=4, progress=False)
-want = cp.run(model, [[1, 2, 3]], **options).committed(0)
-calls = {
-    "run": lambda: cp.run(model, [[1, 2, 3]], **options).committed(0),
-    "stream": lambda: [piece for piece in cp.stream(model, [[1, 2, 3]], max_new_tokens=4)],
-    "reference": lambda: cp.reference(model, [[1, 2, 3]], **options),
-    "load_model": lambda: cp.load_model(hf_model(seed=1)),
-    "patching": lambda: cp.patching.activation(model, [1, 2, 3], [1, 4, 3], answer=(5, 6), progress=False),
-    "kv_snapshot": lambda: cp.kv_snapshot(model, [1, 2, 3]),
-}
-for name, call in calls.items():
-    child = os.fork()
-    if not child:
-        signal.alarm(15)  # ends a process that waits for ever
-        try:
-            call()
-            print(name, "was not refused", flush=True)
-        except ValueError as error:
-            print(name, type(error).__name__, error, flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
-child = os.fork()
-if not child:
-    signal.alarm(60)
-    torch.set_num_threads(1)
-    print("one thread", calls["run"]() == want, flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-print("parent", calls["run"]() == want)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
-def test_a_forked_process_is_refused_at_once_with_the_remedy() -> None:
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": f"{root}:{root}/kernels"},
-    )  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[:6]] == [
-        "run", "stream", "reference", "load_model", "patching", "kv_snapshot",
-    ], done.stderr[-2000:]  # fmt: skip
-    for line in lines[:6]:
-        assert "ModelError" in line and "forked" in line and "get_context('spawn')" in line, line
-    assert lines[6:] == ["one thread True", "parent True"]
-
-
 # -- odd values
 
 
-@pytest.mark.parametrize("out", [5, "\0", "runs/\0x", b"run", ["run"], "\ud800"])
+@pytest.mark.parametrize("out", [5, "runs/\0x"])
 def test_an_out_that_is_no_path_is_named(out: Any) -> None:
     model = loaded()
     calls: list[Callable[[], object]] = [
@@ -200,31 +131,10 @@ def test_an_out_that_is_no_path_is_named(out: Any) -> None:
     for call in calls:
         with pytest.raises(ValueError, match="out must be the path of a folder"):
             call()
-    if not isinstance(out, bytes):  # a sweep's settings take bytes for a text
-        with pytest.raises(ValueError, match="out must be the path of a folder|out in the sweep's settings"):
-            cp.sweep(dict(out=out, grid=dict(model=["smollm2-135m"], task=["coin_flip"]), run=dict(n=1)))
+    with pytest.raises(ValueError, match="out must be the path of a folder|out in the sweep's settings"):
+        cp.sweep(dict(out=out, grid=dict(model=["smollm2-135m"], task=["coin_flip"]), run=dict(n=1)))
     for open_run in (lambda: cp.load_trace(out), lambda: cp.resume(out, model)):
         with pytest.raises(ValueError, match="directory must be the path of a folder"):
             open_run()
     with pytest.raises(ValueError, match="directory must be the path of a folder"):
         cp.run(model, PROMPTS[:1], **RUN).save(out)
-
-
-def test_another_default_device_of_torch_is_named() -> None:
-    model, live = fresh(), hf_model(seed=6)
-    torch.set_default_device("meta")
-    try:
-        for call in (
-            lambda: cp.run(model, PROMPTS[:1], **RUN),
-            lambda: cp.stream(model, PROMPTS[:1], **STREAMED),
-            lambda: cp.reference(model, PROMPTS[:1], **RUN),
-            lambda: cp.load_model(live),
-            lambda: cp.patching.activation(model, [1, 2, 3], [1, 4, 3], answer=(5, 6), progress=False),
-        ):
-            with pytest.raises(ModelError, match=r"default device is meta.*torch.set_default_device\('cpu'\)"):
-                call()
-    finally:
-        torch.set_default_device(None)
-    with torch.device("meta"), pytest.raises(ModelError, match="default device is meta"):
-        cp.run(model, PROMPTS[:1], **RUN)
-    assert cp.run(model, PROMPTS[:1], **RUN).committed(0)

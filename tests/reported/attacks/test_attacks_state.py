@@ -92,8 +92,16 @@ def tried(calls, num_threads=2):
         os.waitpid(child, 0)
 
 model = cp.load_model(live)
+prompt, options = [1, 2, 3], dict(max_new_tokens=4, progress=False)
+first = cp.run(model, [prompt], **options).committed(0)
 trace = cp.run(model, [[i, 2 * i, 3, 5] for i in range(1, 9)], max_new_tokens=14, progress=False, capture="SZ")
 tried({
+    "run": lambda: cp.run(model, [prompt], **options),
+    "stream": lambda: next(cp.stream(model, [prompt], max_new_tokens=4)),
+    "reference": lambda: cp.reference(model, [prompt], **options),
+    "load_model": lambda: cp.load_model(live),
+    "patching": lambda: cp.patching.activation(model, prompt, [1, 4, 3], answer=(5, 6), progress=False),
+    "kv_snapshot": lambda: cp.kv_snapshot(model, prompt),
     "features": lambda: trace.features(dictionary),
     "train": lambda: train_dictionary(trace, settings, progress=False),
     "neuronpedia": lambda: cp.analysis.to_neuronpedia(trace, dictionary, [7]),
@@ -103,7 +111,11 @@ tried({
 })
 weights = dictionary.tensors
 want = ((states - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]).relu()
-tried({"alone": lambda: torch.allclose(dictionary.encode(states), want, atol=1e-5)}, num_threads=1)
+tried({
+    "alone": lambda: torch.allclose(dictionary.encode(states), want, atol=1e-5),
+    "one thread": lambda: cp.run(model, [prompt], **options).committed(0) == first,
+}, num_threads=1)
+print("parent", cp.run(model, [prompt], **options).committed(0) == first)
 """
 
 
@@ -114,12 +126,14 @@ def test_no_call_waits_for_ever_in_a_forked_process() -> None:
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=200,
         env={**os.environ, "PYTHONPATH": f"{root}:{root}/kernels"},
     )  # fmt: skip
-    *refused, alone = done.stdout.splitlines() or [done.stderr[-2000:]]
-    names = ["features", "train", "neuronpedia", "encode", "decode", "read_states"]
-    assert [line.split()[0] for line in refused] == names
+    lines = done.stdout.splitlines()
+    refused = lines[:-3]
+    names = ["run", "stream", "reference", "load_model", "patching", "kv_snapshot"]
+    names += ["features", "train", "neuronpedia", "encode", "decode", "read_states"]
+    assert [line.split()[0] for line in refused] == names, done.stderr[-2000:]
     for line in refused:
         assert "ModelError this process was forked" in line and "get_context('spawn')" in line, line
-    assert alone == "alone True"
+    assert lines[-3:] == ["alone True", "one thread True", "parent True"]
 
 
 def test_another_default_device_is_named_wherever_tensors_are_made(tmp_path: Path) -> None:
@@ -132,6 +146,11 @@ def test_another_default_device_is_named_wherever_tensors_are_made(tmp_path: Pat
     settings = DictionarySettings(site="S", layer=1, features=16, k=2, steps=3, batch=8)
     saved = trace.save(tmp_path / "run")
     calls: list[Callable[[], object]] = [
+        lambda: cp.run(model, [PROMPT], **RUN),
+        lambda: cp.stream(model, [PROMPT], max_new_tokens=4),
+        lambda: cp.reference(model, [PROMPT], **RUN),
+        lambda: cp.load_model(hf_model(seed=6)),
+        lambda: cp.patching.activation(model, [1, 2, 3], [1, 4, 3], answer=(5, 6), progress=False),
         lambda: cp.import_generate(out, model=model),
         lambda: cp.import_generate(out, stop_token_ids=()),
         lambda: trace.features(dictionary),
@@ -163,9 +182,9 @@ def one_key_head() -> Any:
     ).eval()  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "falcon", "bloom", "mpt", "opt", "xglm"])
+@pytest.mark.parametrize("family", ["llama", "gpt_bigcode", "bloom"])
 def test_invariant_requests_run_or_are_refused_before_the_first_step(family: str) -> None:
-    """Of one key head, as in the first three, too; one request as several. What the refusal advises works."""
+    """Of one key head, as in the first two, too; one request as several. What the refusal advises works."""
     live = one_key_head() if family == "llama" else tiny_family(family)
     live.generation_config.eos_token_id = None
     prompts = [PROMPT, [7] * 8]
@@ -184,10 +203,9 @@ def test_invariant_requests_run_or_are_refused_before_the_first_step(family: str
 # -- broken files and long prompts
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000])
-def test_deeply_nested_files_are_refused_by_name(text: str, tmp_path: Path) -> None:
+def test_deeply_nested_files_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "deep.json"
-    path.write_text(text)
+    path.write_text("[" * 100_000 + "]" * 100_000)
     for call in (
         lambda: PatchingGrid.load(path),
         lambda: load_examples(path),

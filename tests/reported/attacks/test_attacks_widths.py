@@ -26,10 +26,6 @@ def softcapped(dtype: torch.dtype) -> Any:
     return on_loops(cp.load_model(hf_model("gemma2", dtype)))
 
 
-def with_sinks(dtype: torch.dtype) -> Any:
-    return on_loops(cp.load_model(tiny_family("gpt_oss").to(dtype)))
-
-
 def sliding(dtype: torch.dtype) -> Any:
     return on_loops(cp.load_model(hf_model("gemma2", dtype, window=8)))
 
@@ -42,9 +38,7 @@ def every_other_draft() -> cp.drafters.Scripted:
 @pytest.mark.parametrize(
     ("make", "dtype", "determinism"),
     [
-        (softcapped, torch.float16, "verify"),
         (softcapped, torch.float16, "invariant"),
-        (with_sinks, torch.float16, "verify"),
         (sliding, torch.bfloat16, "verify"),
     ],
 )
@@ -66,12 +60,9 @@ def test_the_other_requests_drafts_do_not_decide_the_width() -> None:
     assert widths == {4}
 
 
-FAMILIES = {
-    "llama": (2, 4, 8), "mistral": (2, 4, 8), "qwen2": (2, 4, 8), "qwen3": (2, 4, 8),
-    "gpt2": (), "gpt-neox": (), "phi": (), "olmo2": (), "gemma2": (), "gemma3": (),
-}  # fmt: skip
-"""Narrow widths of a window of 16. Norms, products, attention and activations of the first four are computed in loops
-in which no token depends on another."""
+FAMILIES = {"llama": (2, 4, 8), "gpt2": (), "gemma2": ()}
+"""Narrow widths of a window of 16. Norms, products, attention and activations of the first are computed in loops in
+which no token depends on another."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,7 +75,7 @@ def test_a_width_is_used_only_where_it_is_safe_by_construction(family: str) -> N
         assert not set(invariant_widths(fast, config, Hooked(), 1))
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 64), (torch.bfloat16, 16), (torch.float16, 16)])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 64), (torch.bfloat16, 16)])
 def test_a_window_that_is_too_long_for_loops_has_no_narrow_passes(dtype: torch.dtype, most: int) -> None:
     """torch attends over longer windows, in calls whose shape has the width."""
     fast = choose_path(on_loops(cp.load_model(hf_model("llama", dtype))), "fast")[0]

@@ -34,8 +34,7 @@ def of_file(path: Path, **settings: Any) -> cp.Trace:
 # --- assisted generation
 
 
-@pytest.mark.parametrize("has_model", [True, False])
-@pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 5, 6, 7, 8], [5, 6, 7] * 4])
+@pytest.mark.parametrize(("prompt", "has_model"), [([1, 2, 3, 4, 5, 6, 7, 8], True), ([5, 6, 7] * 4, False)])
 def test_a_generation_with_an_assistant_is_refused(prompt: list[int], has_model: bool, tmp_path: Path) -> None:
     made = Generated(hf_model(), [prompt], assistant_model=copy.deepcopy(hf_model()), max_new_tokens=10)
     plain = Generated(hf_model(), [prompt], max_new_tokens=10)
@@ -49,15 +48,14 @@ def test_a_generation_with_an_assistant_is_refused(prompt: list[int], has_model:
     )
 
 
-@pytest.mark.parametrize("has_model", [True, False])
-def test_a_generation_with_prompt_lookup_is_refused(has_model: bool, tmp_path: Path) -> None:
+def test_a_generation_with_prompt_lookup_is_refused(tmp_path: Path) -> None:
     """Here the model says again what followed these two tokens; then a row of an accepted token is the prompt's."""
     made = Generated(hf_model(), [[0, 2, 17, 0, 2]], prompt_lookup_num_tokens=4)
     assert torch.equal(made.output.hidden_states[1][1], made.output.hidden_states[0][1][:, :1])
     later = Generated(hf_model(), [[1, 2, 3, 4, 5, 6, 7, 8]], prompt_lookup_num_tokens=4, max_new_tokens=12)
     for given in (made.output, written(made.output, made.mask, tmp_path / "g.safetensors"), later.output):
         with pytest.raises(ImportRefused, match="prompt lookup"):
-            cp.import_generate(given, model=loaded() if has_model else None)
+            cp.import_generate(given, model=loaded())
 
 
 def test_equal_tokens_are_no_sign_of_an_assistant() -> None:
@@ -154,15 +152,12 @@ EXCHANGES = [
 
 @pytest.mark.parametrize("change", EXCHANGES)
 def test_states_and_logits_in_the_place_of_others_are_refused(
-    change: Callable[[SimpleNamespace], None], batch: Generated, tmp_path: Path
+    change: Callable[[SimpleNamespace], None], batch: Generated
 ) -> None:
     one = batch.copied()
-    cp.import_generate(one, attention_mask=batch.mask, model=loaded())
     change(one)
     with pytest.raises(ImportRefused, match=r"request \d, .* of their length away from those of Llama"):
         cp.import_generate(one, attention_mask=batch.mask, model=loaded())
-    with pytest.raises(ImportRefused, match="of their length away"):
-        of_file(written(one, batch.mask, tmp_path / "g.safetensors"), model=loaded())
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +167,9 @@ def rounded() -> tuple[Generated, list[Any]]:
     return Generated(hf_model("llama", torch.bfloat16), PROMPTS), models
 
 
-@pytest.mark.parametrize("change", EXCHANGES)
+@pytest.mark.parametrize(
+    "change", [_layers_of_a_pass, _rows_of_a_layer, _requests_in_a_layer_of_a_pass, _logits_of_requests_at_a_step]
+)
 def test_they_are_refused_in_16_bits(change: Callable[[SimpleNamespace], None], rounded: Any) -> None:
     made, models = rounded
     one = made.copied()
@@ -207,13 +204,12 @@ def test_a_late_token_of_a_long_text_is_compared() -> None:
         cp.import_generate(one, model=loaded())
 
 
-@pytest.mark.parametrize("scale", [0.1, 0.003])
-def test_states_of_other_weights_are_refused(scale: float, batch: Generated) -> None:
-    """Of another training, and of a small one: every weight, of .3, is changed by a hundredth."""
+def test_states_of_other_weights_are_refused(batch: Generated) -> None:
+    """Of a small training: every weight, of .3, is changed by a hundredth."""
     other, draw = copy.deepcopy(hf_model()), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in other.parameters():
-            weight += scale * torch.randn(weight.shape, generator=draw)
+            weight += 0.003 * torch.randn(weight.shape, generator=draw)
     with pytest.raises(ImportRefused, match="give the model that ran"):
         cp.import_generate(batch.output, attention_mask=batch.mask, model=cp.load_model(other))
 
@@ -236,11 +232,10 @@ def test_scores_in_the_place_of_logits_are_refused() -> None:
         cp.import_generate(one, attention_mask=made.mask, model=loaded())
 
 
-@pytest.mark.parametrize("number", [5, 7])
-def test_logits_need_one_row_for_each_pass(number: int, batch: Generated) -> None:
+def test_logits_need_one_row_for_each_pass(batch: Generated) -> None:
     one = batch.copied()
-    one.logits = (one.logits * 2)[:number]
-    with pytest.raises(ImportRefused, match=f"logits of {number} passes"):
+    one.logits = one.logits[:5]
+    with pytest.raises(ImportRefused, match="logits of 5 passes"):
         cp.import_generate(one, attention_mask=batch.mask, stop_token_ids=())
 
 
@@ -253,10 +248,7 @@ def test_beams_are_refused_in_a_file_too(count: int, tmp_path: Path) -> None:
         of_file(file, model=loaded())
 
 
-@pytest.mark.parametrize("change", [_requests, _logits_of_steps])
-def test_the_command_refuses_them(
-    change: Callable[[SimpleNamespace], None], batch: Generated, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_refuses_them(batch: Generated, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf_model().save_pretrained(tmp_path / "model")
     one = batch.copied()
     file, settings = tmp_path / "g.safetensors", dict(out=tmp_path / "run", model=str(tmp_path / "model"))
@@ -265,7 +257,7 @@ def test_the_command_refuses_them(
     assert "not checked" not in capsys.readouterr().out
     cli_import.generate(file, out=tmp_path / "unchecked", stop=(96,))
     assert "layers not checked: no model was given" in capsys.readouterr().out
-    change(one)
+    _requests(one)
     written(one, batch.mask, file)
     with pytest.raises(ImportRefused, match="of their length away"):
         cli_import.generate(file, overwrite=True, **settings)
@@ -285,10 +277,11 @@ def require_states_of_hooks(trace: cp.Trace, made: Generated, layers: range, clo
             assert (theirs - ours).abs().max() <= close * ours.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float16), ("gemma3", torch.float32)]
+)
 def test_honest_dumps_in_16_bits_and_padded_batches_are_imported(family: str, dtype: torch.dtype) -> None:
-    made = Generated(hf_model(family, dtype), [*PROMPTS, [50]], max_new_tokens=20)
+    made = Generated(hf_model(family, dtype), [*PROMPTS, [50]], max_new_tokens=8)
     for own in {dtype, torch.float32}:
         model = cp.load_model(hf_model(family, dtype).to(own))
         trace = cp.import_generate(made.output, attention_mask=made.mask, model=model)
@@ -343,26 +336,24 @@ def test_layers_that_do_nothing_are_imported() -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2"])
-def test_the_last_layer_is_there_if_its_state_was_kept(family: str) -> None:
+def test_the_last_layer_is_there_if_its_state_was_kept() -> None:
     """With config.tie_last_hidden_states=False, generate keeps it before the final norm."""
-    hf = copy.deepcopy(hf_model(family))
+    hf = copy.deepcopy(hf_model())
     hf.config.tie_last_hidden_states = False
     made = Generated(hf, PROMPTS)
     assert torch.equal(made.output.hidden_states[0][-1], made.left[2][:, :5])
-    trace = cp.import_generate(made.output, attention_mask=made.mask, model=loaded(family))
+    trace = cp.import_generate(made.output, attention_mask=made.mask, model=loaded())
     require_states_of_hooks(trace, made, range(3))
     assert "S of layer 2" not in trace.missing
     unchecked = cp.import_generate(made.output, attention_mask=made.mask, stop_token_ids=())
     assert unchecked.store.layers == (0, 1) and "tie_last_hidden_states" in unchecked.missing["S of layer 2"]
 
 
-@pytest.mark.parametrize("chosen", [[1, -1], [2]])
-def test_of_chosen_hidden_states_those_layers_are_imported(chosen: list[int]) -> None:
+def test_of_chosen_hidden_states_those_layers_are_imported() -> None:
     """transformers leaves None for the others."""
-    made = Generated(hf_model(), PROMPTS, output_hidden_states=chosen)
+    made = Generated(hf_model(), PROMPTS, output_hidden_states=[2])
     trace = cp.import_generate(made.output, attention_mask=made.mask, model=loaded())
-    require_states_of_hooks(trace, made, range(chosen[0] - 1, chosen[0]))
+    require_states_of_hooks(trace, made, range(1, 2))
 
 
 def test_chosen_hidden_states_without_a_block_s_output_are_refused() -> None:

@@ -76,9 +76,8 @@ def test_logits_of_more_tokens_than_the_model_has_are_refused(batch: Generated) 
         cp.import_generate(one, attention_mask=batch.mask, model=loaded())
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
-def test_a_mask_with_a_hole_is_refused(dtype: torch.dtype, batch: Generated) -> None:
-    mask = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 1, 1]]).to(dtype)
+def test_a_mask_with_a_hole_is_refused(batch: Generated) -> None:
+    mask = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 1, 1]]).bool()
     with pytest.raises(ImportRefused, match="padded on the right or in between"):
         cp.import_generate(batch.output, attention_mask=mask, stop_token_ids=())
     with pytest.raises(ValueError, match="padded on the right or in between"):
@@ -104,7 +103,7 @@ def test_arrays_and_lists_are_read_as_tensors(batch: Generated) -> None:
         assert torch.equal(trace.states("S", 1, number), batch.states(1, number)[: len(trace.rows(number))])
 
 
-@pytest.mark.parametrize("kind", [int, np.int64, lambda token: torch.tensor(token), lambda token: [token]])
+@pytest.mark.parametrize("kind", [np.int64, lambda token: torch.tensor(token)])
 def test_one_stop_token_is_taken(kind: Any, batch: Generated) -> None:
     generated = batch.output.sequences[0, 5:].tolist()
     stop, end = generated[2], generated.index(generated[2]) + 1
@@ -133,19 +132,19 @@ def dumped(folder: Path, metadata: dict[str, str] | None = None, **changed: torc
     return folder / "a.safetensors"
 
 
-@pytest.mark.parametrize("length", [3, np.int64(3), [3], np.array([3]), torch.tensor(3)])
+@pytest.mark.parametrize("length", [[3], torch.tensor(3)])
 def test_a_prompt_s_length_is_any_whole_number(length: Any, tmp_path: Path) -> None:
     trace = cp.import_vllm(dumped(tmp_path), [1, 2], num_prompt_tokens=length, model=loaded())
     assert trace.requests[0].prompt_token_ids == (1, 2, 3)
 
 
-@pytest.mark.parametrize("length", [["3"], "3", [3.0], 3.5])
+@pytest.mark.parametrize("length", [["3"], 3.5])
 def test_another_length_is_refused(length: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_prompt_tokens of file 0 must be a whole number, got"):
         cp.import_vllm(dumped(tmp_path), [1, 2], num_prompt_tokens=length)
 
 
-@pytest.mark.parametrize("layers", ["1,2", [1.0, 2.7], [1, 2.0], 1.5])
+@pytest.mark.parametrize("layers", ["1,2", [1.0, 2.7]])
 def test_layers_that_are_no_whole_numbers_are_refused(layers: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a layer id .* as in layers=\[1, 2\], must be a whole number, got"):
         cp.import_vllm(dumped(tmp_path), layers)
@@ -157,7 +156,7 @@ def test_one_layer_is_taken(tmp_path: Path) -> None:
     assert trace.store.layers == (1,) and torch.equal(trace.states("S", 1, 0), states)
 
 
-@pytest.mark.parametrize("named", [None, "a,b", "-1,0", "0,0", ""])
+@pytest.mark.parametrize("named", [None, "-1,0"])
 def test_our_export_without_the_names_of_its_layers_is_refused(named: str | None, tmp_path: Path) -> None:
     metadata = {"convention": CONVENTION, **({} if named is None else {"layers": named})}
     with pytest.raises(ImportRefused, match="a.safetensors names its layers as .*; expected layers such as '1,5,9'"):

@@ -69,15 +69,11 @@ EXCHANGES: dict[str, Callable[[list[Tensor]], None]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", EXCHANGES.values(), ids=EXCHANGES)
-def test_states_in_the_place_of_others_are_refused(
-    change: Callable[[list[Tensor]], None], dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_states_in_the_place_of_others_are_refused(change: Callable[[list[Tensor]], None], tmp_path: Path) -> None:
     """Of every request, prompt and generated tokens; and by the command too."""
-    paths = dumped(tmp_path, [1, 3], dtype)
-    model = loaded("llama", dtype)
-    imported(paths, [1, 3], model=model)
+    paths = dumped(tmp_path, [1, 3], torch.bfloat16)
+    model = loaded("llama", torch.bfloat16)
     changed(paths, change)
     with pytest.raises(ImportRefused, match=r"request \d, position \d: .* of their length away from those of Llama"):
         imported(paths, [1, 3], model=model)
@@ -105,7 +101,7 @@ def test_a_shared_prompt_does_not_hide_an_exchange(tmp_path: Path) -> None:
         cp.import_vllm(paths, [1, 2], model=loaded())
 
 
-@pytest.mark.parametrize("ids", [[0, 1, 3], [0, 2], [1, 3], [1, 2, 3]])
+@pytest.mark.parametrize("ids", [[0, 1, 3], [1, 2, 3]])
 def test_each_layer_has_the_states_that_enter_the_next_block(ids: list[int], tmp_path: Path) -> None:
     """Id 0 is the embedding, which is left out: the others keep their own states."""
     paths = dumped(tmp_path, ids)
