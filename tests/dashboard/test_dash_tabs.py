@@ -1,4 +1,4 @@
-"""Every tab of the dashboard in a real browser: at two widths and in two themes, kept as pictures; the sweep driven by
+"""Every tab of the dashboard in a real browser: at two widths and in two themes; the sweep driven by
 clicks up to a cell's run; attacks in every text that a tab shows."""
 
 import json
@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
 from cacheprobe.views.dashboard.run_list import RunList
-from tests.chromium import PICTURES
+from tests.chromium import keep_picture
 from tests.dash_page import answered, at, choose, opened, save_thinking, served, until
 from tests.plots.test_views import HOSTILE
 from tests.sweeps.test_sweeps_dash import SETTINGS
@@ -68,8 +68,7 @@ def shown(page: Page, tab: str, **asked: object) -> None:
 
 
 @pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
-def test_every_tab_fits_and_is_kept_as_a_picture(browser: Browser, address: str, width: int, theme: str) -> None:
-    PICTURES.mkdir(parents=True, exist_ok=True)
+def test_every_tab_fits(browser: Browser, address: str, width: int, theme: str) -> None:
     with opened(browser, f"{address}?run=0&against=1", width=width, color_scheme=theme) as page:
         for tab in VIEWS:
             if tab == "thoughts":
@@ -80,7 +79,7 @@ def test_every_tab_fits_and_is_kept_as_a_picture(browser: Browser, address: str,
                 until(page, "JSON.parse(document.getElementById('page').dataset.at).run === 0")
             shown(page, tab)
             page.evaluate("scrollTo(0, 0)")
-            page.screenshot(path=PICTURES / f"tab-{tab}-{width}-{theme}.png", full_page=True)
+            keep_picture(page, f"tab-{tab}-{width}-{theme}")
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
             assert page.locator(".refused:visible").count() == 0, tab
             assert page.locator("#insight-view").is_visible() == (tab == "replay")  # whose token it speaks of

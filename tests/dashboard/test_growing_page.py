@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page
 import cacheprobe as cp
 from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.views.dashboard.run_list import Follower, RunList
-from tests.chromium import PICTURES
+from tests.chromium import keep_picture
 from tests.dash_page import answered, at, opened, served, until
 from tests.dashboard.growing_run import MOST, SETTINGS, begun, go_on, part_each_round, recording
 from tests.tiny import PROMPTS, loaded
@@ -46,11 +46,10 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def picture(page: Page, name: str) -> None:
-    PICTURES.mkdir(parents=True, exist_ok=True)
+def fits(page: Page, name: str) -> None:
     for width in (1440, 390):
         page.set_viewport_size({"width": width, "height": 900})
-        page.screenshot(path=PICTURES / f"{name}-{width}.png")
+        keep_picture(page, f"{name}-{width}")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -85,7 +84,7 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
             run.go_on(3)
             until(page, f"JSON.parse(document.getElementById('page').dataset.at).step > {followed}")
             assert "follow=newest" in page.url
-            picture(page, "growing")
+            fits(page, "growing")
             run.go_on()
             until(page, f"/has finished, with {MOST} tokens/.test({SAYS})")
             until(page, "!/growing/.test(document.querySelector('.menu-run').innerText)")
@@ -100,7 +99,7 @@ def test_an_interrupted_run_says_how_it_goes_on(browser: Browser, interrupted: P
         until(page, f"/Interrupted: .* of {MOST} tokens, and no process records it/.test({SAYS})")
         assert f'cp.resume("{directory}", model, ...)' in page.inner_text("#growth")  # begun in Python with a drafter
         until(page, "/stopped \\(interrupted\\)/.test(document.querySelector('.menu-run').innerText)")
-        picture(page, "interrupted")
+        fits(page, "interrupted")
         whole = (directory / JOURNAL).read_bytes()
         others = whole.splitlines(keepends=True)[1:]
         (directory / JOURNAL).write_bytes(whole + b"damaged\n" + others[-1])

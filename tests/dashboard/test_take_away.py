@@ -24,7 +24,7 @@ from cacheprobe.views.dashboard.shell import index
 from cacheprobe.views.dashboard.tabs import VIEWS
 from cacheprobe.views.dashboard.tabs.replay import CacheSlots
 from cacheprobe.views.dashboard.view import csv_text
-from tests.chromium import PICTURES
+from tests.chromium import keep_picture
 from tests.dash_page import answered, at, choose, opened, served, until
 from tests.sweeps.shown_runs import save_shown
 
@@ -184,7 +184,6 @@ def as_text(found: ElementTree.Element) -> str:
 def test_every_view_is_saved_as_a_picture_that_needs_no_page(
     browser: Browser, address: str, width: int, theme: str
 ) -> None:
-    PICTURES.mkdir(parents=True, exist_ok=True)
     query = "?run=0&against=1&request=0&step=8&position=6"
     with opened(browser, f"{address}{query}", width=width, color_scheme=theme) as page:
         for tab, views in BY_TAB.items() if width == 1440 else [(tab, BY_TAB[tab]) for tab in ("replay", "results")]:
@@ -200,7 +199,6 @@ def test_every_view_is_saved_as_a_picture_that_needs_no_page(
                 assert (
                     name.startswith(f"cacheprobe-one-{view}" if view != "result" else "cacheprobe-") and ".svg" in name
                 )
-                (PICTURES / f"away-{tab}-{view}-{width}-{theme}.svg").write_bytes(content)
                 found = ElementTree.fromstring(content)
                 assert {one.tag.split("}")[1] for one in found.iter()} <= SVG_TAGS, view
                 assert heading.split()[0] in as_text(found) and b"class=" not in content and b"var(--" not in content
@@ -214,7 +212,7 @@ def test_every_view_is_saved_as_a_picture_that_needs_no_page(
             assert bars.count() == len(views)
             assert bars.first.locator("button").all_inner_texts() == ["copy link", "SVG", "PNG", "CSV", "code"]
             assert page.evaluate(VOIDS) == [], tab
-            page.screenshot(path=PICTURES / f"away-{tab}-{width}-{theme}.png", full_page=True)
+            keep_picture(page, f"away-{tab}-{width}-{theme}")
         name, content = saved(page, "result", "png")
         assert name.endswith(".png") and content.startswith(b"\x89PNG") and len(content) > 20_000
 

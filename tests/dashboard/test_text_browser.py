@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
 from cacheprobe.views.dashboard.run_list import RunList
-from tests.chromium import PICTURES
+from tests.chromium import keep_picture
 from tests.dash_page import answered, at, opened, served, until
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -52,8 +52,7 @@ def test_it_is_the_first_view_and_the_lens_grid_is_above_the_fold(
             grid = page.locator("#grid-view svg.readings").bounding_box()
             sentence = tops["#insight-view"]
             assert grid is not None and grid["y"] + 100 < 900 and sentence is not None and sentence["y"] < 200
-        PICTURES.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=PICTURES / f"text-{width}-{theme}.png")
+        keep_picture(page, f"text-{width}-{theme}")
 
 
 def test_a_click_chooses_a_token_and_shift_a_range(browser: Browser, address: str) -> None:

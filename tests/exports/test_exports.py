@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 import cacheprobe as cp
 from cacheprobe.analysis.exports import ChosenStates, to_speculators
 from cacheprobe.cli.app import app
+from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
 from tests.tiny import PROMPTS, SMALL, loaded
 
 EARLY = cp.drafters.EarlyExit(layer=1)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def trace(request: pytest.FixtureRequest) -> cp.Trace:
     """Two requests with rejected drafts; a drafted row has no state of the last layer."""
     model = loaded(dtype=getattr(torch, request.param))
@@ -51,6 +52,20 @@ def test_a_dataframe_has_every_captured_state_once(trace: cp.Trace) -> None:
     assert len(frame) == len(lines_of(frame)) and lines_of(frame) == lines_slowly(trace)
     assert set(frame.status) >= {"committed", "rolled_back"}
     assert frame.vector[0].dtype == (np.float16 if trace.states("S", 0, 0).dtype == torch.float16 else np.float32)
+
+
+def test_states_of_float16_are_written_as_such(tmp_path: Path) -> None:
+    whole = cp.run(loaded(), PROMPTS[:1], **SMALL, capture="S")
+    states = {("S", layer): whole.store.stored("S", layer).half() for layer in range(3)}
+    half = replace(whole, store=MemoryStore(states))
+    frame = cp.analysis.to_dataframe(half)
+    assert frame.vector[0].dtype == np.float16
+    assert [vector.tolist() for vector in frame.vector] == [
+        half.vectors("S", line.layer, [line.row])[0].tolist() for line in frame.itertuples()
+    ]
+    (path,) = ChosenStates(half, "S").write_parquet(tmp_path / "states", progress=False)
+    read = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert read.features["vector"].feature.dtype == "float16"
 
 
 def test_datasets_reads_them_in_memory_and_from_parquet(trace: cp.Trace, tmp_path: Path) -> None:

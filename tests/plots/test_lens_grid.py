@@ -120,19 +120,9 @@ def test_agreeing_cells_are_framed_and_lost_columns_marked(readings: pd.DataFram
     rows = own.drop_duplicates("row").status.value_counts()
     assert picture.count('<path class="red-stroke"') == rows["rolled_back"] + 1 > 1  # and once in the legend
     assert picture.count('<path class="yellow-stroke"') == rows["superseded"] + 1 > 1
+    assert "not compared with a committed token" in picture
+    assert "not compared with a committed token" not in drawn(readings, include="all", colour="entropy")
     assert "✗ fed a rejected token or one after it" in picture and "fed a rejected token" not in drawn(readings)
-
-
-@pytest.mark.parametrize("colour", ["logprob", "entropy", "rank"])
-def test_rows_fed_a_rejected_token_are_not_coloured_by_a_committed_one(readings: pd.DataFrame, colour: str) -> None:
-    """They follow another text than the committed one. Their own entropy says something of them, and is shown."""
-    own = readings[(readings.request_id == 0) & readings.committed_token_id.notna()]
-    lost = set(own[own.status == "rolled_back"].row)
-    columns = parsed(picture := drawn(own, include="all", colour=colour), "column")
-    for column in columns:
-        is_grey = {cell.get("class") == "pick v-1" for cell in column if cell.get("data-layer")}
-        assert is_grey == {int(column.get("data-row", -1)) in lost and colour != "entropy"}
-    assert ("not compared with a committed token" in picture) == (colour != "entropy")
 
 
 def test_only_cards_of_compared_rows_explain_the_green_frame(trace: cp.Trace, readings: pd.DataFrame) -> None:

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
-from tests.chromium import PATIENCE, PICTURES
+from tests.chromium import PATIENCE, keep_picture
 from tests.plots.test_picture_contract import hostile_thoughts, thinking
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -56,8 +56,7 @@ def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme
         drawn = page.evaluate(figures)
         assert [name for name, *_ in drawn] == ["drafts", "prediction_depth"]
         assert all(place == width_drawn for _, place, width_drawn in drawn), drawn
-        PICTURES.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=PICTURES / f"report-{width}-{scheme}.png", full_page=True)
+        keep_picture(page, f"report-{width}-{scheme}")
 
 
 def test_a_report_with_thoughts_runs_nothing_and_fits(browser: Browser, tmp_path: Path) -> None:

@@ -124,6 +124,13 @@ def test_cache_is_counted_by_provenance() -> None:
         cache_counts(ledger.assign(provenance="borrowed"))
 
 
+def test_curves_can_be_told_apart(trace: cp.Trace) -> None:
+    figure = cp.plots.draft_verdicts(trace.hypotheses())
+    drafted = figure.data[2]
+    assert drafted.y[-1] == 0 < max(drafted.y)  # greedy: what the last layer has first is never rejected
+    assert len({(line.line.dash, line.line.color) for line in figure.data}) == 4
+
+
 def test_text_is_made_visible_and_cut() -> None:
     assert visible(" a\n\u202e") == "␣a⏎<U+202E>" and visible("") == "∅"
     assert shorten("abcdef", 4) == "abc…" and shorten("漢字漢字", 5) == "漢字…"

@@ -248,7 +248,7 @@ def test_processes_fill_one_table_together(tmp_path) -> None:
     """Many writers at once lose no cell, and a cell measured again takes the place of the old one."""
     path = tmp_path / "table.json"
     record = dict(command="c", parameters=1, steps=2, cpu_seconds=3.0, cpu_seconds_to_99=None)
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
         pool.starmap(table._keep, [(path, f"line {i % 4}", dict(seed=i // 4), f"m{i}", record) for i in range(24)])
     table._keep(path, "line 0", dict(seed=0, right=1), "m0", record)
     held = table._read(path)
