@@ -39,7 +39,7 @@ def test_by_layer(trace: cp.Trace) -> None:
         assert mine == pytest.approx(slowly[line.layer, line.status], rel=1e-6)  # float32 columns, summed in two orders
 
 
-@pytest.mark.parametrize("margin", [0.05, 0.2, 0.4])
+@pytest.mark.parametrize("margin", [0.05, 0.4])
 def test_commitment(trace: cp.Trace, margin: float) -> None:
     table = cp.analysis.commitment(trace, margin)
     mine = {
@@ -50,7 +50,7 @@ def test_commitment(trace: cp.Trace, margin: float) -> None:
     assert table.commitment_layer.notna().any()
 
 
-@pytest.mark.parametrize("top", [1, 3, 5])
+@pytest.mark.parametrize("top", [1, 5])
 def test_saturation(trace: cp.Trace, top: int) -> None:
     table = cp.analysis.saturation(trace, top)
     columns = [f"saturation_layer_{k + 1}" for k in range(top)]
@@ -62,7 +62,7 @@ def test_saturation(trace: cp.Trace, top: int) -> None:
         assert not table.is_in_order.all() and table.is_in_order.any()
 
 
-@pytest.mark.parametrize("window", [2, 4, 9])
+@pytest.mark.parametrize("window", [2, 9])
 def test_draft_agreement(trace: cp.Trace, window: int) -> None:
     table = cp.analysis.draft_agreement(trace, window)
     mine = {line.layer: (line.passes, line.drafted, line.accepted) for line in table.itertuples()}

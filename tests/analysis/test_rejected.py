@@ -15,7 +15,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "early exit": dict(drafter=cp.drafters.EarlyExit(layer=1)),
     "n-gram": dict(drafter=cp.drafters.NGram()),
     "preempted": dict(drafter=cp.drafters.EarlyExit(layer=1), max_kv_tokens=96),
-    "sampled": dict(drafter=cp.drafters.EarlyExit(layer=1), sampling=cp.SamplingParams(temperature=0.8, seed=3)),
     "unread": dict(drafter=cp.drafters.EarlyExit(layer=1), capture="S"),
 }
 
