@@ -118,18 +118,6 @@ def test_rejected_tokens(trace: cp.Trace) -> None:
     assert (drafter.rejected_rank == 0).all() and (drafter["rank"] > 0).all()
 
 
-def test_a_stored_trace_gives_the_same(trace: cp.Trace, tmp_path) -> None:
-    again = cp.load_trace(trace.save(tmp_path / "run"), model=loaded())
-    lens = cp.lenses.LogitLens()
-    pd.testing.assert_frame_equal(cp.analysis.rejected_tokens(again, lens), cp.analysis.rejected_tokens(trace, lens))
-    pd.testing.assert_frame_equal(cp.analysis.divergences(again, lens), cp.analysis.divergences(trace, lens))
-    pd.testing.assert_frame_equal(cp.analysis.saturation(again), cp.analysis.saturation(trace))
-    pd.testing.assert_frame_equal(cp.analysis.commitment(again), cp.analysis.commitment(trace))
-    pd.testing.assert_frame_equal(cp.analysis.draft_agreement(again, 4), cp.analysis.draft_agreement(trace, 4))
-    with pytest.raises(ValueError, match="without its model"):
-        cp.analysis.rejected_tokens(cp.load_trace(tmp_path / "run"), lens)
-
-
 def test_what_cannot_be_measured_is_refused(trace: cp.Trace) -> None:
     table = cp.analysis.lens_readings(trace)
     with pytest.raises(ValueError, match="hold 5 choices, 6 are needed"):

@@ -129,17 +129,6 @@ def test_changed_deterministic_requests_equal_the_oracle_under_traffic() -> None
     assert trace.meta["preemptions"] and trace.num_rolled_back > 0
 
 
-def test_requests_of_one_prompt_do_not_share_changed_rows() -> None:
-    one = zero(request_id=0, site="C", layer=0, positions=range(3))
-    settings = {**LIGHT, "capture": "SC"}
-    trace = cp.run(loaded(), [PROMPTS[0]] * 3, interventions=one, **settings)
-    plain = cp.run(loaded(), [PROMPTS[0]] * 3, **settings)
-    assert trace.committed(0) != plain.committed(0)
-    for request_id in (1, 2):
-        assert trace.committed(request_id) == plain.committed(request_id)
-    assert (trace.states("C", 0, 1)[:3] != 0).all() and (trace.states("C", 0, 0)[:3] == 0).all()
-
-
 def test_changed_drafts_change_no_token() -> None:
     """In phase decode alone, what is changed is the fast path's guess: D3."""
     settings = dict(**LIGHT, deterministic=True)
