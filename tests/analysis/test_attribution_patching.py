@@ -44,8 +44,7 @@ def assert_close(found: dict[tuple[int, ...], float], slow: Any) -> None:
     assert largest > 1e-2 and max(abs(found[index] - slow[index]) for index in slow) <= 1e-6 * largest
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("site", ["pre", "S", "T", "C"])
+@pytest.mark.parametrize(("family", "site"), [("llama", "pre"), ("llama", "S"), ("gpt2", "T"), ("gpt2", "C")])
 def test_every_estimate_is_a_central_difference(family: str, site: str) -> None:
     grid = cp.patching.attribution(loaded(family, torch.float64), CLEAN, CORRUPT, site=site, real=False, **QUICK)
     assert_close(by_index(grid), attribution_slowly(hf_model(family, torch.float64), CLEAN, CORRUPT, site, apart))
@@ -66,8 +65,7 @@ def test_every_integrated_estimate_is_a_mean_of_central_differences(site: str) -
     assert_close(by_index(grid), attribution_slowly(plain, CLEAN, CORRUPT, site, apart, shares=(0.25, 0.75)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("site", ["S", "T", "C"])
+@pytest.mark.parametrize(("family", "site"), [("llama", "S"), ("gpt2", "C")])
 def test_integrated_estimates_of_a_layer_sum_to_the_effect_of_all_its_positions(family: str, site: str) -> None:
     """Completeness. The midpoint rule's error falls with the square of the number of steps."""
     plain, model = hf_model(family, torch.float64), loaded(family, torch.float64)
@@ -93,8 +91,7 @@ def test_many_steps_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_index(parts) == pytest.approx(by_index(whole), rel=1e-9)
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_where_the_rest_is_linear_the_estimate_is_the_real_patch(steps: int) -> None:
+def test_where_the_rest_is_linear_the_estimate_is_the_real_patch() -> None:
     """After the last MLP only the norm is not linear. With an epsilon far above the squares of the states its scale is
     constant, to 1e-9; the answer's gap is scaled with it."""
     live = hf_model("llama", torch.float64)
@@ -102,7 +99,7 @@ def test_where_the_rest_is_linear_the_estimate_is_the_real_patch(steps: int) -> 
     live.lm_head.weight.data *= 1e6
     model = cp.load_model(live)
     for site in ("S", "C"):
-        grid = cp.patching.attribution(model, CLEAN, CORRUPT, site=site, steps=steps, path="bridge", **QUICK)
+        grid = cp.patching.attribution(model, CLEAN, CORRUPT, site=site, steps=3, path="bridge", **QUICK)
         last = grid.table[(grid.table.layer == 2) & (grid.table.position == 4)]
         real = last.logit_difference - about(grid)["corrupt_logit_difference"]
         assert abs(real.item()) > 1e-3
@@ -138,9 +135,8 @@ def test_correlations_are_those_of_scipy_and_none_without_a_spread() -> None:
     assert cell_correlations([0, 1], [1.0, 1.0], [2.0, 3.0]) == cell_correlations([0], [0.0], [0.0]) == (None, None)
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_part_is_the_part_of_the_whole_and_is_stored(steps: int, tmp_path: Path) -> None:
-    model = loaded("llama", torch.float64)
+def test_a_part_is_the_part_of_the_whole_and_is_stored(tmp_path: Path) -> None:
+    model, steps = loaded("llama", torch.float64), 2
     whole = by_index(cp.patching.attribution(model, CLEAN, CORRUPT, steps=steps, real=False, **QUICK))
     store = tmp_path / "cells"
     part = cp.patching.attribution(

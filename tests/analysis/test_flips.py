@@ -71,10 +71,9 @@ def test_the_exit_state_in_the_last_layer_flips_the_verdict() -> None:
     assert (last.site, last.from_layer, last.flips) == ("S", 1, True)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_states_themselves_change_nothing(name: str) -> None:
+def test_the_states_themselves_change_nothing() -> None:
     """The negative control, of the runs that edits are made in; half the state is the control of the control."""
-    model, ids = loaded(family(name)), tuple(PROMPTS[4])
+    model, ids = loaded("gpt2"), tuple(PROMPTS[4])
     base = run_once(model, ids, "STC")
     places = [(site, layer) for site in "STC" for layer in range(3)]
     for scale, is_same in ((1.0, True), (0.5, False)):

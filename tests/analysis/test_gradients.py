@@ -55,8 +55,7 @@ def directions(count: int, width: int) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("site", ["S", "T", "C"])
+@pytest.mark.parametrize(("family", "site"), [("llama", "S"), ("llama", "C"), ("gpt2", "T")])
 def test_gradients_of_committed_tokens_are_central_differences(family: str, site: str) -> None:
     trace, model = traced(family), hf_model(family, torch.float64)
     text = [*trace.requests[1].prompt_token_ids, *trace.committed(1)][:-1]

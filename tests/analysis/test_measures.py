@@ -39,7 +39,7 @@ def test_by_layer(trace: cp.Trace) -> None:
         assert mine == pytest.approx(slowly[line.layer, line.status], rel=1e-6)  # float32 columns, summed in two orders
 
 
-@pytest.mark.parametrize("margin", [0.05, 0.2, 0.4])
+@pytest.mark.parametrize("margin", [0.05, 0.4])
 def test_commitment(trace: cp.Trace, margin: float) -> None:
     table = cp.analysis.commitment(trace, margin)
     mine = {
@@ -50,7 +50,7 @@ def test_commitment(trace: cp.Trace, margin: float) -> None:
     assert table.commitment_layer.notna().any()
 
 
-@pytest.mark.parametrize("top", [1, 3, 5])
+@pytest.mark.parametrize("top", [1, 5])
 def test_saturation(trace: cp.Trace, top: int) -> None:
     table = cp.analysis.saturation(trace, top)
     columns = [f"saturation_layer_{k + 1}" for k in range(top)]
@@ -62,7 +62,7 @@ def test_saturation(trace: cp.Trace, top: int) -> None:
         assert not table.is_in_order.all() and table.is_in_order.any()
 
 
-@pytest.mark.parametrize("window", [2, 4, 9])
+@pytest.mark.parametrize("window", [2, 9])
 def test_draft_agreement(trace: cp.Trace, window: int) -> None:
     table = cp.analysis.draft_agreement(trace, window)
     mine = {line.layer: (line.passes, line.drafted, line.accepted) for line in table.itertuples()}
@@ -116,18 +116,6 @@ def test_rejected_tokens(trace: cp.Trace) -> None:
     assert (last["rank"] == 0).all() and (last.rejected_rank > 0).all()
     drafter = table[table.layer == 1]
     assert (drafter.rejected_rank == 0).all() and (drafter["rank"] > 0).all()
-
-
-def test_a_stored_trace_gives_the_same(trace: cp.Trace, tmp_path) -> None:
-    again = cp.load_trace(trace.save(tmp_path / "run"), model=loaded())
-    lens = cp.lenses.LogitLens()
-    pd.testing.assert_frame_equal(cp.analysis.rejected_tokens(again, lens), cp.analysis.rejected_tokens(trace, lens))
-    pd.testing.assert_frame_equal(cp.analysis.divergences(again, lens), cp.analysis.divergences(trace, lens))
-    pd.testing.assert_frame_equal(cp.analysis.saturation(again), cp.analysis.saturation(trace))
-    pd.testing.assert_frame_equal(cp.analysis.commitment(again), cp.analysis.commitment(trace))
-    pd.testing.assert_frame_equal(cp.analysis.draft_agreement(again, 4), cp.analysis.draft_agreement(trace, 4))
-    with pytest.raises(ValueError, match="without its model"):
-        cp.analysis.rejected_tokens(cp.load_trace(tmp_path / "run"), lens)
 
 
 def test_what_cannot_be_measured_is_refused(trace: cp.Trace) -> None:

@@ -15,7 +15,7 @@ CLEAN, CORRUPT = [5, 17, 3, 44, 9, 60, 21], [5, 17, 80, 44, 9, 61, 21]
 APART = [1, *CORRUPT[1:]]
 """Differs from CLEAN at the first token on, so that no cell is free."""
 ANSWER = (7, 11)
-WIDE_APART = {"llama": (59, 58), "gpt2": (34, 71), "gemma2": (5, 46)}
+WIDE_APART = {"llama": (59, 58), "gemma2": (5, 46)}
 """The tokens whose difference CLEAN and CORRUPT change most."""
 TOLERANCE = 1e-5
 """Of logits of sd 1 to 5: our cells are rows of a batch, whose sums are taken in another order."""
@@ -41,22 +41,20 @@ def assert_equal(grid: cp.patching.PatchingGrid, naive: dict, because: str = "su
     assert all(abs(logprob[i] - float(naive[i].log_softmax(-1)[ANSWER[0]])) < 1e-4 for i in naive)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-@pytest.mark.parametrize("site", ["pre", "S", "T", "C"])
+@pytest.mark.parametrize(("family", "site"), [("llama", "S"), ("llama", "pre"), ("gpt2", "T"), ("gemma2", "C")])
 def test_every_cell_is_the_naive_run(family: str, site: str) -> None:
     grid = cp.patching.activation(loaded(family), CLEAN, APART, site=site, **QUICK)
     assert_equal(grid, naive_grid(hf_model(family), CLEAN, APART, site))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_every_head_is_the_naive_run(family: str) -> None:
     grid = cp.patching.activation(loaded(family), CLEAN, APART, site="T", heads=True, **QUICK)
     assert len(grid.table) == 3 * 7 * 4
     assert_equal(grid, naive_grid(hf_model(family), CLEAN, APART, "heads", heads=4))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-@pytest.mark.parametrize("site", ["pre", "S"])
+@pytest.mark.parametrize(("family", "site"), [("llama", "S"), ("gemma2", "pre")])
 def test_every_prefix_is_the_naive_run(family: str, site: str) -> None:
     grid = cp.patching.prefix(loaded(family), CLEAN, CORRUPT, site=site, **QUICK)
     assert_equal(grid, naive_grid(hf_model(family), CLEAN, CORRUPT, site, is_prefix=True))
@@ -70,7 +68,7 @@ def test_positions_that_the_texts_share_are_the_unpatched_run() -> None:
     assert grid.table.nld[~free].abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", WIDE_APART)
 def test_everything_is_one_and_nothing_is_zero(family: str) -> None:
     """Computed, and not said: from every layer on, all positions again. Of answers that
     the texts put far apart: NLD divides by that, and a logit of 5 has steps of 5e-7."""
@@ -104,11 +102,10 @@ def test_flips_and_nld_are_those_of_the_logits() -> None:
     assert grid.table.nld[(grid.table.layer == 2) & (grid.table.position == 6)].item() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_bridge_gives_the_same_grid(family: str) -> None:
+def test_the_bridge_gives_the_same_grid() -> None:
     """Its own attention, and its own hooks."""
-    naive = naive_grid(hf_model(family), CLEAN, APART, "T")
-    assert_equal(cp.patching.activation(loaded(family), CLEAN, APART, site="T", path="bridge", **QUICK), naive)
+    naive = naive_grid(hf_model("gpt2"), CLEAN, APART, "T")
+    assert_equal(cp.patching.activation(loaded("gpt2"), CLEAN, APART, site="T", path="bridge", **QUICK), naive)
 
 
 def test_a_sliding_window_is_kept() -> None:
@@ -126,7 +123,7 @@ def test_a_chosen_part_is_the_part_of_the_whole_also_in_small_batches(monkeypatc
     assert all(abs(found[index] - whole[index]) < 1e-5 for index in found)
 
 
-@pytest.mark.parametrize(("site", "window"), [("S", 1), ("C", 1), ("T", 2), ("C", 3)])
+@pytest.mark.parametrize(("site", "window"), [("S", 1), ("T", 2), ("C", 3)])
 def test_tracing_is_the_naive_run_with_the_same_noise(site: str, window: int) -> None:
     subject = [2, 3]
     grid = cp.patching.causal_tracing(loaded(), CLEAN, subject, site=site, window=window, samples=2, progress=False)

@@ -1,5 +1,5 @@
-"""Interventions that compute a state from itself: against a plain hook in an uncached forward, against the oracle under
-traffic, and what is refused; and steering vectors from files."""
+"""Interventions that compute a state from itself: against a plain hook in an uncached forward, and what is refused; and
+steering vectors from files."""
 
 import re
 from collections.abc import Callable
@@ -58,8 +58,8 @@ CHANGES = {  # what makes the intervention, and a new state from an old one and 
 }
 
 
-AT = [("function", *place, path) for place in PLACES for path in ("fast", "bridge")]
-AT += [(kind, site, head, "fast") for kind in ("ablate", "project", "clamp") for site, head in (("S", None), ("T", 2))]
+AT = [("function", *place, "fast") for place in PLACES] + [("function", "T", 2, "bridge")]
+AT += [("ablate", "S", None, "fast"), ("project", "T", 2, "fast"), ("clamp", "S", None, "fast")]
 
 
 @pytest.mark.parametrize(("kind", "site", "head", "path"), AT, ids=str)
@@ -79,26 +79,6 @@ def test_a_run_equals_a_plain_hook_without_a_cache(kind: str, site: str, head: i
     plain = cp.run(loaded(), [PROMPTS[1], prompt], **LIGHT, **drafts)
     assert not close(plain.states("S", 2, 1)[2:5], states[2:5], 1e-2, because="the control: the change shows")
     assert plain.committed(0) == trace.committed(0)
-
-
-def test_deterministic_requests_equal_the_oracle_under_traffic() -> None:
-    """Preemptions, late arrivals and wrong drafts in bfloat16, where a sum over another shape would show."""
-    model = loaded(dtype=torch.bfloat16)
-    sampling = cp.SamplingParams(max_new_tokens=14)
-    prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[2], PROMPTS[4]]
-    requests = [cp.Request(prompt, sampling, arrival_step=2 * i) for i, prompt in enumerate(prompts)]
-    own = dict(own_fingerprint=True)
-    changes = (
-        ablate(directions(32), request_id=0, site="S", layers=[0, 1], **own),
-        function(turned, request_id=1, site="C", layers=1, positions=[3, 9, 12], **own),
-    )
-    settings = dict(**LIGHT, deterministic=[0, 1, 2], interventions=changes)
-    trace = cp.run(model, requests, max_kv_tokens=64, drafter=cp.drafters.EarlyExit(layer=1), **settings)
-    oracle = cp.reference(model, requests[:3], **settings)
-    assert [trace.digest(i) for i in range(3)] == [oracle.digest(i) for i in range(3)]
-    plain = cp.reference(model, requests[:3], **{**settings, "interventions": ()})
-    assert [trace.digest(i) == plain.digest(i) for i in range(3)] == [False, False, True]
-    assert trace.meta["preemptions"] and trace.num_rolled_back > 0
 
 
 def breaks(state: Tensor, context: cp.interventions.StateContext) -> Tensor:
@@ -134,7 +114,7 @@ def test_a_function_that_fails_ends_its_request_alone(f: Callable[..., Tensor], 
     assert trace.committed(1) == plain.committed(1)
 
 
-@pytest.mark.parametrize("position", range(5, 10))
+@pytest.mark.parametrize("position", [5, 8])
 def test_a_function_that_fails_while_a_draft_grows_ends_the_run(position: int) -> None:
     """The draft was dropped and decoded again without end, if it failed at a draft's second token or later. Committed
     tokens from before stay."""

@@ -58,8 +58,9 @@ def generated_slowly(model: torch.nn.Module, prompt: list[int], length: int) -> 
     return text[len(prompt) :], last[-1]
 
 
-@pytest.mark.parametrize("path", ["fast", "bridge"])
-@pytest.mark.parametrize(("site", "head"), PLACES, ids=str)
+@pytest.mark.parametrize(
+    ("site", "head", "path"), [*((*place, "fast") for place in PLACES), ("T", HEAD, "bridge")], ids=str
+)
 def test_a_run_equals_a_plain_hook_without_a_cache(site: str, head: int | None, path: str) -> None:
     """A drafter that is mostly wrong: the changed positions are drafted, rolled back and computed again."""
     prompt, positions, width = PROMPTS[0], [2, 7, 9], 32 if head is None else WIDTH
@@ -111,33 +112,21 @@ def changes_of(dtype: torch.dtype) -> list[cp.interventions.Intervention]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_changed_deterministic_requests_equal_the_oracle_under_traffic(dtype: torch.dtype) -> None:
+def test_changed_deterministic_requests_equal_the_oracle_under_traffic() -> None:
     """Preemptions, late arrivals, a shared prompt, wrong drafts; requests that are not changed keep their bits."""
-    model = loaded(dtype=dtype)
+    model = loaded(dtype=torch.bfloat16)
     sampling = cp.SamplingParams(max_new_tokens=14)
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[4], [*PROMPTS[4]], PROMPTS[2]]
     requests = [cp.Request(prompt, sampling, arrival_step=2 * i) for i, prompt in enumerate(prompts)]
     settings = dict(**LIGHT, deterministic=[0, 1, 2])
     traffic = dict(max_kv_tokens=64, drafter=cp.drafters.EarlyExit(layer=1))
-    changes = changes_of(dtype)
+    changes = changes_of(torch.bfloat16)
     trace = cp.run(model, requests, interventions=changes, **settings, **traffic)
     oracle = cp.reference(model, requests[:3], interventions=changes, **settings)
     assert [trace.digest(i) for i in range(3)] == [oracle.digest(i) for i in range(3)]
     plain = cp.reference(model, requests[:3], **settings)
     assert [trace.digest(i) == plain.digest(i) for i in range(3)] == [False, True, False]
     assert trace.meta["preemptions"] and trace.num_rolled_back > 0
-
-
-def test_requests_of_one_prompt_do_not_share_changed_rows() -> None:
-    one = zero(request_id=0, site="C", layer=0, positions=range(3))
-    settings = {**LIGHT, "capture": "SC"}
-    trace = cp.run(loaded(), [PROMPTS[0]] * 3, interventions=one, **settings)
-    plain = cp.run(loaded(), [PROMPTS[0]] * 3, **settings)
-    assert trace.committed(0) != plain.committed(0)
-    for request_id in (1, 2):
-        assert trace.committed(request_id) == plain.committed(request_id)
-    assert (trace.states("C", 0, 1)[:3] != 0).all() and (trace.states("C", 0, 0)[:3] == 0).all()
 
 
 def test_changed_drafts_change_no_token() -> None:

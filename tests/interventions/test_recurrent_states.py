@@ -20,7 +20,6 @@ from tests.invariants.runs import wrong_at
 from tests.tiny import loaded
 
 _SLOW = ("rwkv", "xlstm", "falcon_h1")
-FAMILIES = ["mamba2", "olmo_hybrid", "mamba", *(pytest.param(one, marks=pytest.mark.slow) for one in _SLOW)]
 PROMPTS = [[3, 10, 17, 24, 31, 38, 45, 52, 59, 66, 73], [5, 80, 33, 4], [5, 81, 33, 4], [3] * 21]
 SHAPE: dict[str, Any] = dict(window=4, group=2, capacity=96, max_new_tokens=8, progress=False)
 KEPT = cp.CaptureConfig(heads=("recurrent",))
@@ -74,7 +73,9 @@ def made(family: str, kind: str) -> tuple[list[Intervention], Changes]:
     return list(function(turned, layers=[layer], **where)), dict.fromkeys(places, turned)
 
 
-KINDS = ["zero", "one head", "another run", "a function"]
+KINDS = [("mamba2", kind) for kind in ("zero", "one head", "another run", "a function")]
+KINDS += [("mamba", "another run"), ("olmo_hybrid", "a function")]
+KINDS += [pytest.param(family, "a function", marks=pytest.mark.slow) for family in _SLOW]
 
 
 def edited_run(family: str, kind: str, **settings: Any) -> cp.Trace:
@@ -90,8 +91,7 @@ def edited_oracle(family: str, kind: str) -> cp.Trace:
     return cp.reference(model(family), PROMPTS, interventions=made(family, kind)[0], capture=KEPT, **SHAPE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_a_changed_state_gives_what_transformers_gives(family: str, kind: str) -> None:
     trace, (_, changes) = edited_run(family, kind), made(family, kind)
     assert 0 < trace.num_rolled_back < trace.num_drafted
@@ -121,8 +121,8 @@ def test_logits_follow_the_changed_state_from_the_next_token_on() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [dict(max_kv_tokens=40), dict(max_batch=1), dict(prefill_chunk=4), dict(drafter=cp.drafters.NGram())],
-    ids=["preempted", "alone", "prompts in parts", "other drafts"],
+    [dict(max_kv_tokens=40), dict(prefill_chunk=4)],
+    ids=["preempted", "prompts in parts"],
 )
 def test_the_schedule_and_neighbours_change_no_bit(settings: dict[str, Any]) -> None:
     same_shape = "prefill_chunk" not in settings
@@ -170,8 +170,10 @@ def test_swapped_states() -> None:
         assert trace.committed(mine) == want
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [("mamba2", False), ("olmo_hybrid", True), *(pytest.param(one, True, marks=pytest.mark.slow) for one in _SLOW)],
+)
 def test_a_grid_of_patched_states(family: str, heads: bool) -> None:
     clean, corrupt = PROMPTS[1], PROMPTS[2]
     live, layer = original(family), layer_of(family)

@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.core.hook_names import hook_name
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.surgery import KVSnapshot, diff_rows, put_snapshot, take_snapshot
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.equality import bitwise, close
 from tests.field.tiny_family import tiny_family
-from tests.thinking.test_thinking import tiny
 from tests.tiny import SMALL, hf_model, loaded
 
 SUMS = "without our cache the sums have other shapes"
@@ -76,30 +73,6 @@ def test_a_masked_position_is_seen_by_no_later_token(path: str) -> None:
     assert close(trace.states("S", 2, 0), last[0][5:], 1e-5, because=SUMS)
     assert trace.committed(0) == logits[0, 5:].argmax(-1).tolist()
     assert trace.committed(0) != cp.run(loaded(), [PROMPT], **LIGHT).committed(0)
-
-
-@pytest.mark.parametrize("changes", [{}, dict(positions="alibi", attention_window=7)], ids=["rope", "alibi, window"])
-def test_masked_rows_of_a_backbone_without_thoughts(changes: dict) -> None:
-    """Its masks are its own, and hide what the cache hides: against patterns that are cut in a whole forward."""
-    lm = ThinkingLM(tiny(thinks=False, **changes))
-    rows = cp.kv_snapshot(lm, PROMPT, **ROWS).masked([1, 2])
-    free = dict(sampling=cp.SamplingParams(stop_token_ids=()))
-    trace = cp.run(lm, [cp.Request(PROMPT, cached=rows, own_fingerprint=True)], **free, **LIGHT)
-    text, last = [*PROMPT, *trace.committed(0)[:-1]], []
-
-    def cut(pattern: Tensor, hook: object) -> Tensor:
-        kept = pattern.clone()
-        kept[..., 5:, [1, 2]] = 0
-        return kept / kept.sum(-1, keepdim=True)
-
-    hooks = [(hook_name("pattern", layer), cut) for layer in range(3)]
-    hooks.append((hook_name("S", 2), lambda value, hook: last.append(value[0].clone())))
-    with torch.inference_mode(), lm.model.hooks(fwd_hooks=hooks):
-        logits, _ = lm.model(torch.tensor([text]))
-    assert close(trace.states("S", 2, 0), last[0][5:], 1e-5, because=SUMS)
-    assert trace.committed(0) == logits[0, 5:].argmax(-1).tolist()
-    assert not close(trace.states("S", 2, 0)[:1], cp.run(lm, [PROMPT], **free, **LIGHT).states("S", 2, 0)[5:6], 1e-2,
-                     because="the control: the mask shows")  # fmt: skip
 
 
 def test_all_rows_spliced_are_the_donors() -> None:

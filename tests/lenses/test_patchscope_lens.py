@@ -49,24 +49,6 @@ def maps(width: int) -> dict[str, Any]:
     return {"matrix": torch.randn(width, width, generator=generator), "linear": linear, "function": lambda s: 1 - s}
 
 
-@pytest.mark.parametrize("kind", ["matrix", "linear", "function"])
-@pytest.mark.parametrize("target_layer", [None, 2])
-def test_a_state_is_mapped_before_it_is_inserted(kind: str, target_layer: int | None) -> None:
-    """States of the last layer are not, so that they stay the model's output. Zero states are mapped, too."""
-    model = loaded()
-    given = maps(model.d_model)[kind]
-    by = (lambda s: s @ given.T) if kind == "matrix" else given
-    states = torch.randn(16, model.d_model, generator=torch.Generator().manual_seed(0))
-    states[[3, 6, 9, 5]] = 0
-    layers = torch.arange(16) % 3
-    logits = cp.lenses.Patchscope(PROMPT, target_layer, given).logits(model, states, layers)
-    for state, layer, found in zip(states, layers.tolist(), logits, strict=True):
-        made = state if layer == 2 else by(state[None])[0].detach()
-        at = layer if target_layer is None else target_layer
-        wanted = inserted_slowly(hf_model(), list(PROMPT), 6, at, made)
-        assert close(found.double(), wanted, 1e-5, because="products with other numbers of rows")
-
-
 def test_a_mapped_reading_is_that_of_the_function_patchscope() -> None:
     """Of rejected drafts."""
     model = loaded()

@@ -16,7 +16,7 @@ from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.step import Engine
 from cacheprobe.models.fast.lm import FastLM
 from tests.project.counting import LIMITS, docs, lines_of_code, over_the_limits, project, words_over_the_limits
-from tests.project.test_structure import imports, source_files
+from tests.project.test_structure import source_files
 from tests.tiny import hf_model
 
 ON_THE_PATH = ("kernels", "analyses", "benchmarks")
@@ -36,9 +36,11 @@ def modules(files: Mapping[str, str]) -> dict[str, str]:
 
 def targets(source: str, known: Mapping[str, str]) -> set[str]:
     """Returns the known modules that a file imports anywhere, in functions and for types too."""
-    named = {name for _, name in imports(source)}
+    named: set[str] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.Import):
+            named |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
             named |= {str(node.module), *(f"{node.module}.{one.name}" for one in node.names)}
     return named & set(known)
 

@@ -1,9 +1,8 @@
-"""Numbers, features and texts stand beside the tokens that they are of, also where a pass failed or a part ended."""
+"""Numbers and texts stand beside the tokens that they are of, also where a part ended."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -16,10 +15,7 @@ import cacheprobe as cp
 from cacheprobe.trace.stored import growing_run
 from tests.capture.recorded_run import failing_after
 from tests.dashboard.growing_run import part_each_round
-from tests.dictionaries.planted import FEATURES, random_dictionary, saved
-from tests.engine.test_engine_errors import BAD, indigestible
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded
-from tests.twins.features_slowly import SlowDictionary
 
 
 def plain(text: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,34 +52,6 @@ def test_margins_are_the_gaps_of_the_logits_in_order(drafter: object) -> None:
             seen += 1
         lengths[request] += len(event.committed_token_ids)
     assert seen > 20 and trace.events().groupby("step").margin_nats.nunique().max() > 3
-
-
-def test_features_after_a_failed_pass_are_those_of_their_rows(tmp_path: Path) -> None:
-    """Parts with features were written before the pass that failed. close(1e-4): sums in another order."""
-    mine, failed = random_dictionary(), []
-
-    def script(state) -> list[int]:
-        """A token whose states are NaN is drafted at times, which costs a pass."""
-        if state.num_generated in (5, 6, 11, 17):
-            failed.append(state.request_id)
-            return [1, BAD, 2]
-        return [1, 2]
-
-    kept = cp.CaptureConfig("S", dictionary=mine, top_features=FEATURES, include_special=True)
-    settings = {**SMALL, "max_new_tokens": 24, "drafter": cp.drafters.Scripted(script)}
-    trace = cp.run(indigestible(), PROMPTS[:3], **settings, capture=kept, out=tmp_path / "run", memory_budget="40kB")
-    assert failed and not trace.meta["errors"]
-    assert len([*(tmp_path / "run").glob("states-*")]) > 4
-    slow = SlowDictionary(saved(mine, tmp_path))
-    for request in range(3):
-        rows = trace.rows(request, "committed").sort_values("position")
-        found = trace.features(rows=rows, top=FEATURES, include_special=True).groupby("position")
-        text = [*PROMPTS[request], *trace.committed(request)]
-        for position, state in enumerate(plain(text)[1][:-1].tolist()):
-            wanted = {feature: size for feature, size in enumerate(slow.encode_slowly(state)) if size > 1e-3}
-            own: pd.DataFrame = found.get_group(position)
-            sizes = dict(zip(own.feature, own.activation, strict=True))
-            assert {f: size for f, size in sizes.items() if size > 1e-3} == pytest.approx(wanted, abs=1e-4)
 
 
 def bytes_tokenizer(text: str) -> PreTrainedTokenizerFast:

@@ -1,11 +1,10 @@
-"""The trace: canonical rows, roles and statuses, the ledger, filters, and the measures derived from hypotheses."""
+"""The trace: canonical rows, roles and statuses, the ledger, and filters."""
 
 import pandas as pd
 import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.analysis.measures import agreement, prediction_depth
 from cacheprobe.core.records import ROLES, STATUSES
 from cacheprobe.ops.equality import bitwise
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -175,30 +174,6 @@ def test_captured_states_are_copies() -> None:
     assert plain.digest(0) == again.digest(0)
     a, b = again.states("S", 0, 0), again.states("S", 1, 0)
     assert a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
-
-
-def hypotheses_by_hand() -> pd.DataFrame:
-    """Two rows of four layers: "tails" before "heads", and one that never moves."""
-    columns = dict(
-        row=[0] * 4 + [1] * 4, layer=[*range(4)] * 2, position=[9] * 4 + [10] * 4, token_id=[4, 5, 4, 5] + [7] * 4,
-        token=["tails", "heads"] * 2 + ["x"] * 4, status=["committed"] * 4 + ["rolled_back"] * 4,
-        committed_token=["heads"] * 4 + [None] * 4, agrees=[False, True] * 2 + [None] * 4,
-        verdict=["accepted"] * 4 + ["never_judged"] * 4,
-    )  # fmt: skip
-    return pd.DataFrame(columns).assign(request_id=0, step=3, phase="verify", site="S", drafted_token="heads")
-
-
-def test_settling_by_hand() -> None:
-    table = prediction_depth(hypotheses_by_hand()).set_index("row")
-    assert table.prediction_depth.to_dict() == {0: 3, 1: 0} and table.num_flips.to_dict() == {0: 3, 1: 0}
-    assert table.path[0] == "tails → heads → tails → heads" and table.path[1] == "x"
-
-
-def test_agreement_by_hand() -> None:
-    table = agreement(hypotheses_by_hand())
-    assert table["accepted"].tolist() == [0, 1, 0, 1] and list(table.columns) == ["accepted"]
-    with pytest.raises(ValueError, match="Z"):
-        agreement(hypotheses_by_hand().query("row == 1"))
 
 
 def test_filters_that_match_nothing_say_so() -> None:
