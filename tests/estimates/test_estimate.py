@@ -23,12 +23,7 @@ SETTINGS: dict[str, Any] = dict(
 )
 MIXED = [*PROMPTS, cp.Request([4, 5, 6], cp.SamplingParams(max_new_tokens=3, temperature=1.0))]
 """Mixed lengths of prompts and texts."""
-HARD = [
-    *MIXED,
-    PROMPTS[0],
-    cp.Request([4, 5], cp.SamplingParams(n=2, temperature=1.0)),
-    cp.Request([9] * 30, arrival_step=5),
-]
+HARD = [*MIXED, PROMPTS[0], cp.Request([4, 5], cp.SamplingParams(n=2)), cp.Request([9] * 30, arrival_step=5)]
 """Equal prompts, samples of one prompt, a later arrival, too."""
 CAPTURES = {
     "none": None,
@@ -62,9 +57,8 @@ def passes(estimate: Estimate, side: int = 1) -> dict[str, float]:
 def require_equal(estimate: Estimate, trace: Trace, side: int = 1) -> None:
     """Rows, readings and bytes of states are the run's."""
     assert estimate.rows[side] == len(trace.row_table) and estimate.state_bytes[side] == state_bytes(trace)
-    assert estimate.readings[side] == pytest.approx(
-        0 if trace.hypothesis_table is None else len(trace.hypothesis_table)
-    )
+    num_readings = 0 if trace.hypothesis_table is None else len(trace.hypothesis_table)
+    assert estimate.readings[side] == pytest.approx(num_readings)
 
 
 @pytest.mark.parametrize("capture", CAPTURES.values(), ids=CAPTURES)
@@ -126,8 +120,7 @@ def test_the_bounds_are_runs_of_the_best_and_of_the_worst_drafts(is_accepted: bo
     assert not calls and "the drafter scripted itself takes no time" in repr(estimate)
     estimate, trace = cp.estimate(model, PROMPTS, **given), cp.run(model, PROMPTS, progress=False, **given)
     require_equal(estimate, trace, 0 if is_accepted else 2)
-    found = phases(trace)
-    assert passes(estimate, 0 if is_accepted else 2) == pytest.approx(found, rel=0.05)
+    assert passes(estimate, 0 if is_accepted else 2) == pytest.approx(phases(trace), rel=0.05)
     assert estimate.state_bytes.least < estimate.state_bytes.most
 
 
