@@ -35,16 +35,13 @@ def generation_loop(
     row for each request in flight and a spare one for dummies.
 
     A request whose passes fail, also without its draft, ends with an error; the others go on. Raises: EngineError if
-    there is no request or all failed; ValueError if the drafter refuses the model; CacheIntegrityError at the end if
-    the cache is at fault.
+    there is no request or all failed; CacheIntegrityError at the end if the cache is at fault.
     Twin: run_reference, == for tokens; bitwise for the states of deterministic requests.
     """
     if not states:
         raise EngineError("there is no request to run")
     engine = Engine(new_runner(), config, drafter)
     scheduler = Scheduler(states, engine.cache, config)
-    if drafter is not None:
-        drafter.check(engine.model)
     decode = engine.decode if drafter is None else engine.draft
     while not scheduler.is_done:
         for state in scheduler.cancelled():

@@ -54,8 +54,7 @@ def require_right_tables(trace: Trace) -> None:
         assert history.text == [*request.prompt_token_ids, *trace.tokens[r]]
         require_right_rows(request, rows, history)
         require_right_ledger(request, rows, events, ledger, history)
-    of_steps = trace.event_table.groupby("step")[["phase", "batch_rows", "batch_slots", "seconds"]].nunique()
-    assert (of_steps <= 1).all(axis=None)
+    assert (trace.event_table.groupby("step")[["phase", "batch_rows", "seconds"]].nunique() <= 1).all(axis=None)
     assert trace.row_table.row.tolist() == list(range(len(trace.row_table)))
     if trace.hypothesis_table is not None:
         require_right_readings(trace, trace.hypothesis_table, texts)
@@ -71,8 +70,8 @@ def replayed(trace: Trace, request: Request, events: pd.DataFrame) -> History:
     for event in events.to_dict("records"):
         step, committed = event["step"], list(event["committed_token_ids"])
         assert step > last
-        proposals = [] if any(last <= at < step for at in lost) else proposals
-        proposals, last = [*proposals, *event["proposed_token_ids"]], step
+        kept = [] if any(last <= at < step for at in lost) else proposals
+        proposals, last = [*kept, *event["proposed_token_ids"]], step
         if pd.isna(event["draft_start"]):
             assert not committed or event["phase"] == "prefill" or not is_verified
             history.roles += ["committed"] * len(committed)

@@ -56,18 +56,20 @@ def count_run(run: PreparedRun, acceptance: float) -> RunCount:
     most = (config.window - 1, config.draft_length, None if layers else getattr(drafter, "length", None))
     count = RunCount(min(length for length in most if isinstance(length, int)))
     per_verify = 1 + sum(acceptance ** (t + 1) for t in range(count.num_draft))  # committed tokens
-    rounds_of_draft = max(count.num_draft, 1) if layers else 1
 
     states = sorted(run.states, key=lambda state: state.request.arrival_step)
     tokens = sum(state.request.num_prompt_tokens + state.num_left for state in states) / len(states)
     in_flight = int(min(len(states), config.max_batch, (config.max_kv_tokens or math.inf) / tokens))
     free_at, held = [0] * max(in_flight, 1), dict[object, int]()
-    spans: list[tuple[bool, int, int]] = []
+    spans, num_verifies = list[tuple[bool, int, int]](), 0
     readers: dict[tuple[int, bool], list[SequenceState]] = defaultdict(list)
     for state in states:  # begins in the round of the main loop in which a cache row becomes free
         left = state.num_left - 1
         num_verified = math.ceil(left / per_verify) if state.is_verified else 0
-        rounds = num_verified * rounds_of_draft if state.is_verified else left
+        drafted = sum(min(count.num_draft, max(left - per_verify * i - 1, 0)) for i in range(num_verified))
+        # a draft that runs layers of the model takes a round for each of its tokens
+        rounds = max(num_verified, round(drafted) if layers else 0) if state.is_verified else left
+        num_verifies += num_verified
         start = heapq.heappop(free_at)
         end = start + max(rounds, 1)
         heapq.heappush(free_at, end)
@@ -77,18 +79,18 @@ def count_run(run: PreparedRun, acceptance: float) -> RunCount:
         held[key] = max(held.get(key, 0), end)
         if not is_shared:
             readers[start, state.reads_in_chunks].append(copy(state))
-        drafted = sum(min(count.num_draft, max(left - per_verify * i - 1, 0)) for i in range(num_verified))
         _add_rows(count, plan, state, (num_verified, round(drafted)), layers, is_shared)
     for group in readers.values():
         _add_prefills(count, run, group)
 
-    verified, others = in_round = np.zeros((2, max(free_at)), dtype=int)  # requests of each round
+    verified, others = running = np.zeros((2, max(free_at)), dtype=int)  # requests of each round
     for is_verified, start, end in spans:
-        in_round[1 - is_verified, start:end] += 1
+        running[1 - is_verified, start:end] += 1
     fill_ins = np.minimum(others, -verified % config.group) * (config.window == 1)
     decoding = others - fill_ins + verified * (layers > 0 < count.num_draft)
     count.passes["decode"] = int((decoding > 0).sum())
-    count.passes["verify"] = round(np.ceil(verified / config.group).sum() / rounds_of_draft)
+    in_round = num_verifies / max(int(verified.sum()), 1)  # verify passes of a request
+    count.passes["verify"] = round(np.ceil(verified / config.group).sum() * in_round)
     count.slots += int(decoding.sum()) + count.passes["verify"] * config.group * (count.num_draft + 1)
     return count
 

@@ -32,8 +32,11 @@ from cacheprobe.trace.recording.recorder import Recorder
 RUN_DISK_BYTES, ROW_DISK_BYTES, READING_DISK_BYTES, READ_TOKEN_DISK_BYTES = 30_000, 30, 8, 5
 """Bytes on disk of a run without rows, of a row with its events and ledger, of a lens reading, and of each token of a
 reading. Measured: saved runs of SmolLM2 with 16 requests x 32 tokens."""
-SHORT_REQUESTS, SHORT_PROMPT, SHORT_NEW, SHORT_NEW_DRAFTED = 4, 2, 2, 5
-"""Requests of the longer of the two short runs, and tokens of their prompts and new tokens, at most."""
+SHORT_RUNS = ((8, 17), (4, 5), (2, 3))
+"""(Requests, new tokens of each) of the longer of the two short runs, at most: the first with which both are short
+enough. Without drafts, 2 new tokens are enough."""
+SHORT_PROMPT = 2
+"""Tokens of a prompt of a short run, at most."""
 PASS_ROWS = 8
 """Rows whose computation takes about as long as a pass by itself: SmolLM2 on two cores."""
 TIMES_LONGER = 20
@@ -239,20 +242,22 @@ def _time_short_runs(
     plan = replace(run.plan, drafter=run.plan.drafter if calls_drafter else None)
     is_drafted = whole.num_draft > 0 < whole.passes["verify"]
     # drawn: every n-th request might have the same prompt each time
-    drawn = Random(0).sample(run.states, min(len(run.states), SHORT_REQUESTS))
+    drawn = Random(0).sample(run.states, min(len(run.states), SHORT_RUNS[0][0]))
 
-    def short_run(most_requests: int) -> PreparedRun:
+    def short_run(most_requests: int, most_new: int) -> PreparedRun:
         """Returns a run of new requests."""
-        most_new = SHORT_NEW_DRAFTED if is_drafted else SHORT_NEW
-        states = [_shortened(state, most_new) for state in drawn[:most_requests]]
+        states = [_shortened(state, most_new if is_drafted else 2) for state in drawn[:most_requests]]
         return replace(run, plan=plan, states=states, editor=None)
 
-    counts = [count_run(short_run(most), 1.0) for most in (1, SHORT_REQUESTS)]
-    if _cost(whole, plan) < TIMES_LONGER * sum(_cost(count, plan) for count in counts):
+    for most_requests, most_new in SHORT_RUNS:
+        one, several = (count_run(short_run(most, most_new), 1.0) for most in (1, most_requests))
+        if _cost(whole, plan) >= TIMES_LONGER * (_cost(one, plan, has_readings=False) + _cost(several, plan)):
+            break
+    else:
         return None, None
     measured, seconds, of_tiles = [_ShortRun(), _ShortRun()], list[float](), 0.0
-    for observer, most in zip(measured, (1, SHORT_REQUESTS), strict=True):
-        short = short_run(most)
+    for observer, most in zip(measured, (1, most_requests), strict=True):
+        short = short_run(most, most_new)
         prompts = {state.request_id: state.request.prompt_token_ids for state in short.states}
         recorder = Recorder(plan.model, plan.recorded_capture, plan.layers, plan.lens, prompts)
         with hold_model(plan.model), short.hooks(recorder):
@@ -260,12 +265,13 @@ def _time_short_runs(
             for _ in short.rounds(Tee(recorder, observer)):
                 pass
             ended = time.perf_counter()
-            recorder.take()
+            if observer is measured[-1]:
+                recorder.take()
+                of_tiles = time.perf_counter() - ended
         seconds.append(ended - began)
-        of_tiles = time.perf_counter() - ended
     terms = np.array([(one.num_passes, one.slots) for one in measured], dtype=float)
     of_pass, of_slot = np.linalg.lstsq(terms, np.array(seconds), rcond=None)[0].clip(0).tolist()
-    of_tile = of_tiles / max(counts[1].num_tiles, 1)
+    of_tile = of_tiles / max(several.num_tiles, 1)
     num_compared = sum(one.num_compared for one in measured)
     rate = sum(one.num_accepted for one in measured) / num_compared if num_compared else None
     return lambda run: run.num_passes * of_pass + run.slots * of_slot + run.num_tiles * of_tile, rate
@@ -281,7 +287,7 @@ def _shortened(state: SequenceState, most_new: int) -> SequenceState:
     return SequenceState(request, state.is_verified, sampling, state.decode, state.is_invariant)
 
 
-def _cost(count: RunCount, plan: RunPlan) -> float:
-    """Returns about how long a run takes, in computed rows."""
+def _cost(count: RunCount, plan: RunPlan, has_readings: bool = True) -> float:
+    """Returns about how long a run takes, in computed rows. has_readings: include those of the lens."""
     tile_rows = LENS_TILE * plan.model.d_vocab / (12 * plan.model.n_layers * plan.model.d_model)  # as many products
-    return count.rows + PASS_ROWS * count.num_passes + count.num_tiles * tile_rows
+    return count.rows + PASS_ROWS * count.num_passes + count.num_tiles * tile_rows * has_readings
