@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.edits.interventions import add, mean, replace, resample, swap, zero
+from cacheprobe.edits.interventions import add, replace, swap, zero
 from cacheprobe.edits.interventions.checks import require_hooks
 from cacheprobe.engine.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
 from cacheprobe.engine.drafters.base import Drafter
@@ -33,8 +33,6 @@ LIGHT = {**SMALL, "max_new_tokens": 6, "capture": "S"}
         (lambda: replace(torch.zeros(2, 32), **S1), "2 vectors for all positions"),
         (lambda: replace(torch.zeros(1, 2, 3), **S1), r"vectors must be \[w\] or \[n, w\], got \[1, 2, 3\]"),
         (lambda: add(torch.tensor([1.0, float("nan")]), **S1), "vectors hold NaN or infinity"),
-        (lambda: mean(torch.zeros(0, 32), **S1), r"mean: states must be \[n, m\] with at least one row, got \[0, 32\]"),
-        (lambda: resample(torch.zeros(32), **S1), "resample: states must be"),
     ],
 )
 def test_an_intervention_checks_itself(make, message: str) -> None:
@@ -177,8 +175,6 @@ def test_swaps_are_refused_where_positions_do_not_mean_the_same() -> None:
         swap(plain, 0, 1, site="S", layer=1)
     with pytest.raises(ValueError, match=r"site z was not captured.*CaptureConfig\(heads=\('z',\)\)"):
         swap(plain, 0, 1, site="T", layer=1, head=0, positions=1)
-    with pytest.raises(ValueError, match="keeps sites S, T, C and recurrent, and z of heads"):
-        swap(plain, 0, 1, site="pre", layer=1, positions=1)
     with pytest.raises(ValueError, match="layer 5 was not captured"):
         swap(plain, 0, 1, site="S", layer=5, positions=1)
     pair = swap(plain, 0, 1, **where)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cacheprobe.models.base import ModelError
 from cacheprobe.tasks import FORMATS, annotate_all, word_tokenizer
 from cacheprobe.training import loop
 from cacheprobe.training.loop import LoopSettings
@@ -43,7 +42,7 @@ def test_the_form_of_thoughts_can_be_chosen(form: str, tmp_path: Path, monkeypat
 
 def test_an_unknown_form_is_one_line_that_names_them() -> None:
     with pytest.raises(
-        ModelError, match="unknown form 'prose' of thoughts; choose one of state, restate, repeat, delta"
+        ValueError, match="unknown form of thoughts 'prose'; choose one of state, restate, repeat, delta"
     ):
         preset_of("coin-flip", "tiny", "prose")
     command = [sys.executable, "-m", "cacheprobe", "train", "thinking-states"]
