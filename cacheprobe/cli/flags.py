@@ -53,22 +53,16 @@ def read(path: Path, known: Sequence[str]) -> dict[str, object]:
     """Returns the settings of a YAML file as a dict, with _ in the names.
 
     known: names of the command's flags. In the file, - and _ in names are equal. A setting of null is left out.
-    Raises: ValueError for an absent or empty file, for invalid YAML, an unknown name, a name given twice, and a value
-    that is a mapping.
+    Raises: ValueError for an absent or empty file, for invalid YAML, and for an unknown name.
     """
     content = read_yaml(path, "config")
     if not isinstance(content, dict) or not content:
-        what = "nothing" if content is None or content == {} else f"a {type(content).__name__}"
-        raise ValueError(f"{path} holds {what} instead of settings; write a line such as `seed: 3` for each")
+        raise ValueError(f"{path} holds no settings; write a line such as `seed: 3` for each")
     settings: dict[str, object] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in known:
             raise ValueError(f"unknown setting {str(key)!r} in {path}; {nearest_or_all(name, known)}")
-        if name in settings:
-            raise ValueError(f"{path} gives {name} twice; leave one")
-        if isinstance(value, dict):
-            raise ValueError(f"{name} in {path} is a mapping; write a value as on the command line, NAME:key=value,...")
         if value is not None:  # null means the default
             settings[name] = value
     return settings

@@ -3,16 +3,14 @@ runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from cacheprobe.cli.flags import SEVERAL, with_flags
+from cacheprobe.core.values import JsonDict
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from cacheprobe.models.base import CachedLM
     from cacheprobe.trace.recording.to_disk import ImportOutput
     from cacheprobe.trace.trace import Trace
 
@@ -111,20 +109,12 @@ def vllm(
     _report(cp.import_vllm(files, ids, num_prompt_tokens=num_prompt_tokens, **_keywords(origin), **to), out)
 
 
-class _Keywords(TypedDict, total=False):
-    """Declares the types of the keywords of `cp.import_generate` and `cp.import_vllm` about the model."""
-
-    name: str | None
-    model: "CachedLM"
-    tokenizer: "PreTrainedTokenizerBase"
-
-
-def _keywords(origin: ImportFlags) -> _Keywords:
+def _keywords(origin: ImportFlags) -> JsonDict:
     """Returns keywords for an import: the model's name, and the loaded model, or else the tokenizer, if given."""
     import cacheprobe as cp
     from cacheprobe.models.known import require_known
 
-    given: _Keywords = {"name": origin.name or origin.model}
+    given: JsonDict = {"name": origin.name or origin.model}
     if (source := origin.model or origin.tokenizer) is not None:
         require_known(source)
     if origin.model is not None:

@@ -2,8 +2,7 @@
 
 A kind of plug-in is a folder of cacheprobe, such as drafters, or a separate package. A file in it marks a class or
 function with `@register("drafters", "early_exit")`. The folder's files are imported when a name of that kind is first
-looked up. The folder's package may define a mapping INSTEAD, from a name used elsewhere to the name here, for error
-messages.
+looked up.
 
 An installed package adds plug-ins by entry points of the group "cacheprobe.KIND", such as
 [project.entry-points."cacheprobe.drafters"] repeat_last = "my_package:RepeatLast".
@@ -69,11 +68,9 @@ def find(kind: str, name: str) -> Plugin:
     ValueError for an unknown name or kind."""
     plugins = available(kind)
     if (registered := same_name(name, plugins)) is None:
-        instead: dict[str, str] = getattr(importlib.import_module(_package(kind)), "INSTEAD", {})
-        choice = f"write {instead[name]} here" if name in instead else "choose one"
         raise ValueError(
-            f"unknown name {name!r} among {kind}; there are {', '.join(plugins) or 'none'}; "
-            f"{choice}, or add a file to {_package(kind).replace('.', '/')} that registers it"
+            f"unknown name {name!r} among {kind}; there are {', '.join(plugins) or 'none'}; choose one, or add a file "
+            f"to {_package(kind).replace('.', '/')} that registers it"
         )
     return plugins[registered]
 

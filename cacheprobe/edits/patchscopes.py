@@ -89,9 +89,7 @@ def patchscope(
             "give target_layers="
         )
     table, states = _sources(trace, rows, source_layers)
-    _require_numbers(states, "the recorded state", table)
     states = mapped(states, target.get("linear_map"), reader, "those of the trace")
-    _require_numbers(states, "the mapped state", table)
     lines = [(i, layer if at is None else at) for i, layer in enumerate(table.layer) for at in at_layers or (None,)]
     index = torch.tensor([i for i, _ in lines])
     at = torch.tensor([layer for _, layer in lines])
@@ -155,17 +153,6 @@ def _sources(
     return table, torch.stack(states)
 
 
-def _require_numbers(values: Tensor, what: str, about: pd.DataFrame) -> None:
-    """Raises: ValueError that names the first line of `about` whose values [n, ...] hold NaN or infinity."""
-    if bool((is_number := values.isfinite().flatten(1).all(-1)).all()):
-        return
-    line = about.iloc[int((~is_number).nonzero()[0, 0])]
-    raise ValueError(
-        f"request {line.request_id} step {line.step} layer {line.layer} position {line.position}: {what} holds NaN or "
-        "infinity; leave out this row or layer"
-    )
-
-
 def _readings(
     target: TargetPrompt, states: Tensor, layers: Tensor, top_k: int, max_new_tokens: int, bar: Progress
 ) -> tuple[Readout, list[list[int]]]:
@@ -185,7 +172,13 @@ def _with_readings(
     table: pd.DataFrame, readout: Readout, texts: Sequence[Sequence[int]], model: CachedLM
 ) -> pd.DataFrame:
     """Returns the table of `patchscope`. Raises: ValueError if a prediction is not finite."""
-    _require_numbers(torch.stack([readout.entropy_nats, readout.top_logprob_nats[:, 0]], 1), "the prediction", table)
+    is_number = torch.stack([readout.entropy_nats, readout.top_logprob_nats[:, 0]]).isfinite().all(0)
+    if not bool(is_number.all()):
+        line = table.iloc[int((~is_number).nonzero()[0, 0])]
+        raise ValueError(
+            f"request {line.request_id} step {line.step} layer {line.layer} position {line.position}: the prediction "
+            "is NaN or infinite; leave out this row or layer"
+        )
     top = readout.top_token_ids.numpy()
     stops = set(model.stop_token_ids)
     ends = [next((i for i, token_id in enumerate(text) if token_id in stops), len(text)) for text in texts]

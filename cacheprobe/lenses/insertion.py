@@ -155,21 +155,16 @@ def mapped(
     Raises: ValueError for states of another width than the map's or, after it, than the model's.
     """
     wide = states if states.dtype == torch.float64 else states.float()
-    if isinstance(linear_map, nn.Linear):
-        device, dtype = linear_map.weight.device, linear_map.weight.dtype
-        if linear_map.in_features != states.shape[1]:
-            raise ValueError(f"linear_map takes states of width {linear_map.in_features}, {source} have "
-                             f"{states.shape[1]}")  # fmt: skip
-        found: object = linear_map(wide.to(device, dtype))
-    elif isinstance(linear_map, Tensor):
-        if linear_map.dim() != 2 or linear_map.shape[1] != states.shape[1]:
-            raise ValueError(
-                f"linear_map is {list(linear_map.shape)}; a matrix from these states to {model.name} is "
-                f"[{model.d_model}, {states.shape[1]}]"
-            )
-        found = wide.to(linear_map.device) @ linear_map.to(wide.dtype).T
-    else:
-        found = wide.clone() if linear_map is None else linear_map(wide.clone())
+    found: object = wide
+    try:
+        if isinstance(linear_map, nn.Linear):
+            found = linear_map(wide.to(linear_map.weight.device, linear_map.weight.dtype))
+        elif isinstance(linear_map, Tensor):
+            found = wide.to(linear_map.device) @ linear_map.to(wide.dtype).T
+        elif linear_map is not None:
+            found = linear_map(wide.clone())
+    except RuntimeError as error:
+        raise ValueError(f"linear_map does not take {source}, of width {states.shape[1]}: {error!s:.120}") from error
     if not isinstance(found, Tensor) or found.shape != (len(states), model.d_model):
         got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         remedy = "" if linear_map is not None else "; give a linear_map between the two models"

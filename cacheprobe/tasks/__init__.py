@@ -19,14 +19,10 @@ from cacheprobe.tasks.two_coins import TwoCoins
 from cacheprobe.tasks.variables import Variables
 from cacheprobe.tasks.words import encode_strictly, load_tokenizer, save_tokenizer, word_tokenizer
 
-INSTEAD = {"s3": "permutations:elements=3", "s5": "permutations:elements=5"}
-"""Maps the task name of a training preset ("s3") to the registered task that generates the preset's texts."""
-
 __all__ = [
     "CHAINS",
     "FORMATS",
     "HELD_OUT_NAMES",
-    "INSTEAD",
     "NAMES",
     "TRAIN_NAMES",
     "Accuracy",

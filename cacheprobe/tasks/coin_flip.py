@@ -108,6 +108,8 @@ class CoinFlip(CoinTask):
     shots: number of worked examples before the question, drawn for each example by the same rules, if `distinct` with
     names that the question does not use.
     chat: the model reads the example in a chat template, with the worked examples as earlier turns.
+    The question does not depend on `shots` and `chat`. With few people and many examples, questions repeat. Sets with
+    one seed and different other settings share random draws: for independent sets, use different seeds.
     distinct: no name occurs twice in a question. Otherwise each name is any of `names`, also in the worked examples, so
     there can be more people than names.
     """
@@ -142,14 +144,6 @@ class CoinFlip(CoinTask):
         """Returns the sorted tuple of all words and punctuation marks of the coin-flip texts, for `word_tokenizer`."""
         phrases = (coin_question(state, [("", True), ("", False)]) for state in STATES)
         return vocabulary_of([*(q.text + q.answer for q in phrases), *self.names, SHOT_SEPARATOR * bool(self.shots)])
-
-    def examples(self, n: int, seed: int = 0) -> list[Example]:
-        """Returns a list of `n` Examples. Example i depends on the settings, `seed` and i, not on `n`.
-
-        The question does not depend on `shots` and `chat`. With few people and many examples, questions repeat. Sets
-        with one seed and different other settings share random draws: for independent sets, use different seeds.
-        """
-        return super().examples(n, seed)
 
     def example(self, index: int, seed: int = 0) -> Example:
         """Returns Example number `index` of seed `seed`: a question, with `shots` worked examples before."""

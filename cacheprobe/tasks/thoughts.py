@@ -102,7 +102,12 @@ def annotate_all(
     Needs a fast tokenizer with pad and eos tokens, and examples without shots and chat template.
     Twin: tests.tasks.test_thoughts.annotate_slowly, ==.
     """
-    _require_choices(chunk, form, max_thought, chain)
+    whole_number("chunk", chunk, at_least=1)
+    require_one_of("form", form, FORMATS)
+    if chain is not None:
+        require_one_of("chain", chain, CHAINS)
+    if max_thought is not None:
+        whole_number("max_thought", max_thought, at_least=1)
     if stateless := next((example for example in examples if not example.states), None):
         raise ValueError(f"{stateless!r} has no states to think of; give the task's states")
     if pads_before_closing is not None and len(pads_before_closing) != len(examples):
@@ -141,16 +146,6 @@ def annotate_all(
         chain_ids = tuple(token_id for text in _texts_of_chain(question, chain) for token_id in encode(text))
         annotated.append(Annotated(tuple(prompt), tuple(thoughts), answer_ids, len(question.events), chain_ids))
     return annotated
-
-
-def _require_choices(chunk: int, form: str, max_thought: int | None, chain: str | None) -> None:
-    """Checks arguments of `annotate_all`. Raises: ValueError if one is not allowed."""
-    whole_number("chunk", chunk, at_least=1)
-    require_one_of("form", form, FORMATS)
-    if chain is not None:
-        require_one_of("chain", chain, CHAINS)
-    if max_thought is not None:
-        whole_number("max_thought", max_thought, at_least=1)
 
 
 def _padded(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.terminal import Progress
-from cacheprobe.core.values import JsonDict
+from cacheprobe.core.values import JsonDict, whole_number
 from cacheprobe.training.settings import TrainingSettings
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -42,10 +42,7 @@ def read_checkpoint(folder: Path) -> tuple[JsonDict, dict[str, Tensor]]:
     path = folder / CHECKPOINT
     try:
         with safe_open(path, "pt") as stored:
-            record = json.loads(stored.metadata()["training"])
-            if lacking := {"step", "cpu_seconds", "notes", "settings"} - set(record):
-                raise ValueError(f"it has no {min(lacking)}")
-            return record, {key: stored.get_tensor(key) for key in stored.keys()}
+            return json.loads(stored.metadata()["training"]), {key: stored.get_tensor(key) for key in stored.keys()}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is no checkpoint of a training ({error!s:.120}); remove it and train again"
@@ -74,8 +71,7 @@ class LoopSettings(TrainingSettings):
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {getattr(self, name)!r}")
+            whole_number(name, getattr(self, name), at_least=1)
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, got {self.lr}")
 

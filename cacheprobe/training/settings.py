@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cacheprobe.core.hook_names import SITES
-from cacheprobe.core.values import NO_FLAG, JsonDict, require_settings
+from cacheprobe.core.values import NO_FLAG, JsonDict, require_one_of, require_settings, whole_number
 from cacheprobe.tasks.drawing import HELD_OUT_NAMES
 
 if TYPE_CHECKING:
@@ -74,9 +74,8 @@ class LoraSettings(TrainingSettings):
     """Seed of the questions and the first weights."""
 
     def __post_init__(self) -> None:
-        if self.task.replace("_", "-") not in TASKS:
-            raise ValueError(f"no training for the task {self.task!r}; there is one for {', '.join(TASKS)}")
         object.__setattr__(self, "task", self.task.replace("_", "-"))
+        require_one_of("task of a training", self.task, TASKS)
         above_zero = ("max_people", "steps", "batch", "micro_batch", "rank", "alpha", "learning_rate", "max_grad_norm")
         require_settings(self, above_zero)
         if self.max_people > len(HELD_OUT_NAMES):
@@ -153,8 +152,7 @@ class TunedLensSettings(TrainingSettings):
 
     def __post_init__(self) -> None:
         require_settings(self, ("steps", "texts", "length", "learning_rate", "max_grad_norm", "held_out"))
-        if self.length < 2:
-            raise ValueError(f"length must be at least 2: a prompt's token and one more, got {self.length}")
+        whole_number("length, a prompt's token and one more,", self.length, at_least=2)
         if not self.momentum < 1:
             raise ValueError(f"momentum must be below 1, got {self.momentum}")
 
@@ -197,8 +195,7 @@ class DictionarySettings(TrainingSettings):
 
     def __post_init__(self) -> None:
         require_settings(self, ("features", "k", "steps", "batch", "learning_rate", "max_grad_norm", "held_out"))
-        if self.site not in SITES:
-            raise ValueError(f"unknown site {self.site!r:.60} to train on; sites are {', '.join(SITES)}")
+        require_one_of("site to train on", self.site, SITES)
         if self.k > self.features:
             raise ValueError(f"k must be at most the number of features, {self.features}, got {self.k}")
         if not self.held_out < 1:

@@ -137,22 +137,15 @@ def test_report_is_drawn(stored: Path, tmp_path: Path) -> None:
     ("args", "part"),
     [
         (("run", "--out", "x"), "give either --prompt"),
-        (("run", "--out", "x", "--task", "poker"), "poker"),
-        (("run", "--out", "x", "--task", "variables:modulus=1"), "modulus must be"),
         (
             ("run", "--out", "x", "--task", "boxes", "--people", "2"),
             "argument 'people'",
         ),
-        (("run", "--out", "x", "--prompt", "a", "--drafter", "psychic"), "psychic"),
-        (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit"), "layer"),
         (("run", "--out", "x", "--prompt", "a", "--drafter", "early_exit:layer"), "not key=value"),
-        (("run", "--out", "x", "--prompt", "a", "--model", "./nowhere"), "no directory ./nowhere"),
         (("run", "--config", "nowhere.yaml", "--out", "x"), "there is no config file nowhere.yaml"),
-        (("show", "nowhere"), "not a directory"),
         (("hypotheses", "nowhere", "--out", "x.txt"), "x.txt ends in .txt"),
         (("report", "nowhere", "--out", "x", "--figures", "y"), "give one of them"),
         (("verify", "nowhere"), "not a directory"),
-        (("report", "nowhere"), "not a directory"),
         (("bench", "nothing"), "unknown benchmark 'nothing'; there are"),
     ],
 )

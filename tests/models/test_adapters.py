@@ -15,7 +15,6 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import TRAINING, WEIGHTS, adapter_directory, file_sha256, merge_adapter
 from cacheprobe.tasks.drawing import HELD_OUT_NAMES
 from cacheprobe.training.lora.evaluate import evaluate
-from cacheprobe.training.lora.run import LARGEST_ADAPTER
 from cacheprobe.training.settings import LoraSettings
 from cacheprobe_benchmarks.shared.tiny import tiny_model
 from tests.lora import edited, save_base, train_small
@@ -148,7 +147,7 @@ def test_the_shipped_adapter_is_whole() -> None:
     told = json.loads((SHIPPED / TRAINING).read_text())
     assert SHIPPED.parent.parent == Path(cp.__file__).parent / "data"
     assert file_sha256(SHIPPED / WEIGHTS) == told["adapter_sha256"]
-    assert (SHIPPED / WEIGHTS).stat().st_size == told["adapter_bytes"] < LARGEST_ADAPTER
+    assert (SHIPPED / WEIGHTS).stat().st_size == told["adapter_bytes"] < 5_000_000
     assert LoraSettings(**told["settings"]) == LoraSettings(), "the command's defaults are the shipped training"
     assert told["held_out_names"] == list(HELD_OUT_NAMES) and told["curve"][-1]["step"] == LoraSettings().steps
     assert adapter_directory("coin_flip", "smollm2-135m") == SHIPPED

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cacheprobe.models.base import ModelError
 from cacheprobe.tasks import FORMATS, annotate_all, word_tokenizer
 from cacheprobe.training import loop
 from cacheprobe.training.loop import LoopSettings
@@ -42,7 +41,7 @@ def test_the_form_of_thoughts_can_be_chosen(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_unknown_form_is_one_line_that_names_them() -> None:
     with pytest.raises(
-        ModelError, match="unknown form 'prose' of thoughts; choose one of state, restate, repeat, delta"
+        ValueError, match="unknown form of thoughts 'prose'; choose one of state, restate, repeat, delta"
     ):
         preset_of("coin-flip", "tiny", "prose")
     done = cacheprobe("train", "thinking-states", "--form", "prose")

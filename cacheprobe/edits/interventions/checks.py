@@ -119,11 +119,12 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
             f"{one}: position {min(one.positions)} lies in the {request.num_cached} cached rows that the request goes "
             "on from, and is not computed; edit those rows instead"
         )
-    possible, why = _possible_phases(one, state, last, drafting)
+    possible = _possible_phases(one, state, last, drafting)
     if one.phases is not None and not possible & set(one.phases):
+        drafts = f" (drafts of {drafting.drafter}, window of {drafting.window})" if drafting else ""
         raise ValueError(
             f"{one}: its positions are never computed in phase {' or '.join(one.phases)}, but in "
-            f"{' or '.join(sorted(possible))}{why}; leave out phases="
+            f"{' or '.join(sorted(possible))}{drafts}; leave out phases="
         )
     if not request.is_deterministic:
         return
@@ -139,30 +140,16 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
         )
 
 
-def _possible_phases(
-    one: Intervention, state: SequenceState, last: int, drafting: Drafting | None
-) -> tuple[set[str], str]:
-    """Returns (set of phases in which a position of the intervention may be computed, reason why decode is not in the
-    set). The reason is text in brackets, or "" without one."""
+def _possible_phases(one: Intervention, state: SequenceState, last: int, drafting: Drafting | None) -> set[str]:
+    """Returns the set of phases in which a position of the intervention may be computed."""
     prompt = state.request.num_prompt_tokens
     lowest, highest = (min(one.positions), max(one.positions)) if one.positions else (0, last)
     possible = {"prefill"} if lowest < prompt else set()
     if highest < prompt:
-        return possible, ""
+        return possible
     if not state.is_verified:
-        return possible | {"decode"}, ""
-    possible.add("verify")
+        return possible | {"decode"}
     first = min(p for p in one.positions if p >= prompt) if one.positions else prompt
-    why = "" if drafting is None else _undrafted(one, drafting, first, last)
-    return (possible, f" ({why})") if why else (possible | {"decode"}, "")
-
-
-def _undrafted(one: Intervention, drafting: Drafting, first: int, last: int) -> str:
-    """Returns text: why no draft computes position `first` at the intervention's layer; "" if one can."""
-    if drafting.window == 1:
-        return "a window of 1 drafts nothing"
-    if not drafting.layers:
-        return f"drafts of {drafting.drafter} do not run this model"
-    if one.layer >= drafting.layers:
-        return f"drafts of {drafting.drafter} stop after layer {drafting.layers - 1}"
-    return "" if first < last else f"position {last} is the last, after which there is no draft token"
+    if drafting is None or (drafting.window > 1 and one.layer < drafting.layers and first < last):
+        possible.add("decode")
+    return possible | {"verify"}

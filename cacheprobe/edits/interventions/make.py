@@ -70,7 +70,7 @@ def mean(states: Tensor, **where: Unpack[Where]) -> Intervention:
     The mean is computed in float32, or in float64 for float64 states.
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
     """
-    return _intervention("mean", "replace", as_wide(_checked_states(states, "mean")).mean(0), where)
+    return _intervention("mean", "replace", as_wide(states).mean(0), where)
 
 
 def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Intervention:
@@ -80,7 +80,7 @@ def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Interv
 
     Source: resample ablation of causal scrubbing (Chan et al. 2022).
     """
-    return _intervention("resample", "replace", _checked_states(states, "resample"), where, seed)
+    return _intervention("resample", "replace", states, where, seed)
 
 
 def _intervention(name: str, action: str, vectors: Tensor, where: Where, seed: int | None = None) -> Intervention:
@@ -133,8 +133,6 @@ def swap(
             f"swap: the prompts of requests {a} and {b} have {lengths[0]} and {lengths[1]} tokens, so their positions "
             "do not mean the same; use prompts of one length, or replace() with the states that you mean"
         )
-    if site == "pre":
-        raise ValueError("swap: a trace keeps sites S, T, C and recurrent, and z of heads; swap one of those")
     if fields.get("positions") is None:
         raise ValueError("swap: say which positions= to swap, such as range(4, 9)")
     if trace.meta.get("interventions"):
@@ -165,13 +163,6 @@ def swap(
         return dataclasses.replace(blank, vectors=vectors, num_prompt_tokens=lengths[0])
 
     return one(a, b), one(b, a)
-
-
-def _checked_states(states: Tensor, what: str) -> Tensor:
-    """Returns `states` unchanged. Raises: ValueError unless the tensor is [n, m] with n >= 1."""
-    if states.dim() != 2 or not len(states):
-        raise ValueError(f"{what}: states must be [n, m] with at least one row, got {list(states.shape)}")
-    return states
 
 
 _KEY = re.compile(r"(?:\D*\.)?(\d{1,4})")

@@ -17,9 +17,6 @@ from cacheprobe.training.loop import TrainingProgress, other_settings
 from cacheprobe.training.lora.train import LoraTrainer
 from cacheprobe.training.settings import LoraSettings
 
-LARGEST_ADAPTER = 5_000_000
-"""Largest allowed size of an adapter in float16, in bytes."""
-
 SUPERVISION = (
     "the answer's word after the question (cross-entropy over the vocabulary), and, weighted by running_weight, the "
     "state after each person on the token that completes that person's words (heads against tails alone)"
@@ -33,8 +30,8 @@ def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, chec
     If the training in `out` is finished, returns its record and trains no step.
     out: receives adapter_model.safetensors (float16), adapter_config.json and training.json, beside the checkpoint.
     checkpoint_every: steps between checkpoints, and between evaluations on held-out names.
-    Raises: ValueError if `out` holds a training with other settings or base weights, or the adapter would be too large
-    or not finite; FloatingPointError for a loss that is not finite; ModelError for a model that cannot be trained.
+    Raises: ValueError if `out` holds a training with other settings or base weights, or the adapter is not finite;
+    FloatingPointError for a loss that is not finite; ModelError for a model that cannot be trained.
     """
     if (out / TRAINING).is_file():
         record = json.loads((out / TRAINING).read_text(encoding="utf-8"))
@@ -44,7 +41,6 @@ def train_lora(settings: LoraSettings, out: Path, *, progress: bool = True, chec
     model, tokenizer, note = plain_model(settings.model, "float32", progress=progress)
     base_sha = base_sha256(model)
     trainer = LoraTrainer(model, tokenizer, settings, out)
-    _refuse_large(2 * trainer.num_trained)
     empty: JsonDict = {
         "curve": [], "seconds": 0.0, "cpu_seconds": 0.0, "tokens": 0, "starts": 0,
         "base": settings.model, "base_weights_sha256": base_sha, "base_weights_note": note,
@@ -88,7 +84,7 @@ def save_adapter(trainer: LoraTrainer, out: Path, state: JsonDict) -> JsonDict:
     """Writes a trained LoRA adapter to the folder `out` in peft's format and float16, then training.json. Returns the
     content of training.json.
 
-    Raises: ValueError for weights that are not finite in float16, and for a file above LARGEST_ADAPTER bytes.
+    Raises: ValueError for weights that are not finite in float16.
     """
     from peft import get_peft_model_state_dict
 
@@ -99,7 +95,6 @@ def save_adapter(trainer: LoraTrainer, out: Path, state: JsonDict) -> JsonDict:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
         raise ValueError("the adapter's weights are not finite in float16; train with a lower learning rate")
     stored = save(tensors, {"format": "pt"})
-    _refuse_large(len(stored))
     write_whole(out / WEIGHTS, lambda path: path.write_bytes(stored))
     config = trainer.config.to_dict() | {
         "base_model_name_or_path": trainer.settings.model,
@@ -125,14 +120,6 @@ def save_adapter(trainer: LoraTrainer, out: Path, state: JsonDict) -> JsonDict:
     }
     write_json(out / TRAINING, record, sort_keys=True)
     return record
-
-
-def _refuse_large(num_bytes: int) -> None:
-    """Raises: ValueError if `num_bytes`, the size of an adapter in float16, is above LARGEST_ADAPTER bytes."""
-    if num_bytes > LARGEST_ADAPTER:
-        raise ValueError(
-            f"the adapter has {num_bytes} bytes in float16, {LARGEST_ADAPTER} at most; lower rank, or raise first_layer"
-        )
 
 
 def _point_text(point: JsonDict) -> str:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.core.values import require_one_of
 from cacheprobe.models.thinking.model import ThinkingModel, thought_table
 from cacheprobe.tasks.thoughts import CHAINS, Annotated
 
@@ -35,8 +36,7 @@ class ThinkingBatch:
 def collate(annotated: Sequence[Annotated], arm: str, pad_id: int = 0) -> ThinkingBatch:
     """Returns a ThinkingBatch of texts: each prompt, followed by the tokens that `arm`, one of ARMS, should write.
     Raises: ValueError for an unknown arm, or if the arm writes a chain of thought and a text has none."""
-    if arm not in ARMS:
-        raise ValueError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
+    require_one_of("arm", arm, ARMS)
     targets = [tokens_to_write(item, arm) for item in annotated]
     # the end of the answer is predicted, and never fed
     length = max(len(item.token_ids) + len(target) - 1 for item, target in zip(annotated, targets, strict=True))

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 
-from cacheprobe.core.values import hint
-from cacheprobe.models.base import ModelError
+from cacheprobe.core.values import require_one_of
 from cacheprobe.models.thinking.config import ThinkingConfig
 from cacheprobe.tasks import FORMATS, CoinFlip, Permutations, Task, Variables
 from cacheprobe.training.loop import LoopSettings
@@ -65,10 +64,9 @@ class Preset:
     def config(self, arm: str, d_vocab: int) -> ThinkingConfig:
         """Returns the ThinkingConfig (shape of the model) of `arm`, one of ARMS, for a vocabulary of `d_vocab` tokens.
 
-        Raises: ModelError for an unknown arm.
+        Raises: ValueError for an unknown arm.
         """
-        if arm not in ARMS:
-            raise ModelError(f"unknown arm {arm!r}; choose one of {', '.join(ARMS)}")
+        require_one_of("arm", arm, ARMS)
         thinks = arm in ("thinking", "no_feedback")
         return replace(ThinkingConfig(d_vocab, thinks=thinks, feeds_back=arm != "no_feedback"), **self.model)
 
@@ -151,14 +149,10 @@ PRESETS: dict[str, dict[str, Preset]] = {
 def preset_of(task: str, name: str, form: str | None = None) -> Preset:
     """Returns the Preset called `name` for a task. form: replaces the preset's form of the thoughts, if given.
 
-    Raises: ModelError for an unknown task, preset or form, naming the known ones.
+    Raises: ValueError for an unknown task, preset or form, naming the known ones.
     """
-    if task not in PRESETS:
-        raise ModelError(f"no presets for task {task!r}; there are some for {', '.join(PRESETS)}")
-    if name not in PRESETS[task]:
-        raise ModelError(
-            f"no preset {name!r} for {task}; choose one of {', '.join(PRESETS[task])}{hint(name, PRESETS[task])}"
-        )
-    if form is not None and form not in FORMATS:
-        raise ModelError(f"unknown form {form!r} of thoughts; choose one of {', '.join(FORMATS)}")
+    require_one_of("task with presets (s3 and s5 are permutations)", task, PRESETS)
+    require_one_of(f"preset of {task}", name, PRESETS[task])
+    if form is not None:
+        require_one_of("form of thoughts", form, FORMATS)
     return replace(PRESETS[task][name], form=form or PRESETS[task][name].form)

@@ -11,12 +11,12 @@ import torch
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.registry import same_name
-from cacheprobe.core.values import JsonDict
+from cacheprobe.core.values import JsonDict, whole_number
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.thinking.config import ThinkingConfig, TrainingRecord
 from cacheprobe.models.thinking.model import ThinkingModel
 from cacheprobe.models.thinking.store import load_thinking, read_config, save_thinking
-from cacheprobe.tasks import INSTEAD, Annotated, annotate_all, mixed, word_tokenizer
+from cacheprobe.tasks import Annotated, annotate_all, mixed, word_tokenizer
 from cacheprobe.tasks.base import Accuracy
 from cacheprobe.training.loop import ModelLoop, StepReport, TrainingProgress, one_thread
 from cacheprobe.training.thinking.evaluate import Judgements, evaluate, follows_gold
@@ -144,12 +144,8 @@ def train(
 def _require_training_seed(seed: int, num_variants: int) -> None:
     """Checks a training seed. Raises: ValueError if it is invalid, or if a variant's texts could equal test texts."""
     highest = TEST_SEED - 1 - VARIANT_SEEDS * (num_variants - 1)
-    if type(seed) is not int or not 0 <= seed <= highest:
-        raise ValueError(
-            f"seed={seed!r} is none to train with: the seeds from {TEST_SEED} on are those of the tests, and the "
-            f"preset's {num_variants} variants of the task have seeds {VARIANT_SEEDS} apart; give a whole number from "
-            f"0 to {highest}"
-        )
+    if whole_number("seed", seed, at_least=0) > highest:
+        raise ValueError(f"seed={seed} is none to train with: larger seeds are those of tests; give 0 to {highest}")
 
 
 def _annotated(
@@ -186,7 +182,7 @@ def train_thinking(
     The tests use the model's own thoughts, at the largest trained and at larger numbers of operations.
     task: name of a preset's task, with - or _.  form: how thoughts are written, if not as in the preset.
     """
-    task = _task_of_presets(task)
+    task = same_name(task, PRESETS) or task
     chosen = preset_of(task, preset, form)
     total = chosen.loop_settings(arm, seed).steps
     with TrainingProgress(total, 0, progress) as show:
@@ -218,18 +214,6 @@ def train_thinking(
     }
     save_thinking(out, trained.model, trained.tokenizer, record)
     return record
-
-
-def _task_of_presets(name: str) -> str:
-    """Returns the key of PRESETS for a task name with - or _; an unknown name is returned unchanged. Raises: ModelError
-    for permutations, whose keys are s3 and s5."""
-    instead = [preset for preset, task in INSTEAD.items() if name in (task, task.partition(":")[0])]
-    if instead and name not in PRESETS:
-        raise ModelError(
-            f"no presets for task {name!r}; its trainings are named by the number of elements: "
-            f"write {' or '.join(instead)}"
-        )
-    return same_name(name, PRESETS) or name
 
 
 def tests(trained: Trained) -> list[JsonDict]:
