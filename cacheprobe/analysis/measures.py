@@ -149,7 +149,7 @@ def agreement(readings: Readings) -> pd.DataFrame:
     """Returns a DataFrame of shares, layer (index) by verdict (columns): how often a reading's first choice is the
     committed token.
 
-    Columns: accepted, rejected, never_judged, for positions with a draft token of this verdict; not_drafted, for
+    Columns: accepted, rejected, unverified, for positions with a draft token of this verdict; not_drafted, for
     positions for which the row's pass had no draft token. `draft_verdicts.by_verdict` defines which rows count.
     Source: "accuracy of the hidden predictions" of the logit lens.
     """
@@ -189,7 +189,7 @@ def with_groups(depths: pd.DataFrame) -> pd.DataFrame:
     A drafter may stop at an early layer, which limits the depth, so rows of draft passes have groups of their own. Left
     out are draft tokens without a verdict, and rows that were fed a draft token that was never committed.
     """
-    is_known = ~depths.status.isin(DISCARDED_DRAFT) & (depths.verdict != "never_judged").fillna(True)
+    is_known = ~depths.status.isin(DISCARDED_DRAFT) & (depths.verdict != "unverified").fillna(True)
     known = depths[is_known]
     groups = [
         "nothing drafted" if pd.isna(verdict) else f"draft {verdict}, {'draft' if phase == 'decode' else 'verify'} pass"

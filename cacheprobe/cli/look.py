@@ -67,7 +67,7 @@ def hypotheses(
     site
         Only readings of these sites: S (residual stream), T (attention output), C (MLP output), or thought.
     status
-        Only rows of these statuses: committed, superseded, rolled_back or given_up. By default the last two are left
+        Only rows of these statuses: committed, superseded, rolled_back or abandoned. By default the last two are left
         out.
     lens
         Only readings of these lenses, by name.
@@ -77,7 +77,7 @@ def hypotheses(
     from cacheprobe.trace.tables.schema import arrow_schema
 
     require_ending(out)
-    table = cp.load_trace(run).hypotheses(include_rolled_back=bool(set(status) & {"rolled_back", "given_up"}))
+    table = cp.load_trace(run).hypotheses(include_rolled_back=bool(set(status) & {"rolled_back", "abandoned"}))
     chosen = select_hypotheses(table, request=request, layer=layer, site=site, status=status, lens=lens)
     print(f"{len(chosen)} of {len(table)} readings: {write_table(chosen, out, arrow_schema('Trace.hypotheses'))}")
 
@@ -111,7 +111,7 @@ def export(
     site
         Only states of these sites: S (residual stream), T (attention output), C (MLP output); of parquet alone.
     status
-        Only rows of these statuses: committed, superseded, rolled_back or given_up; of parquet alone.
+        Only rows of these statuses: committed, superseded, rolled_back or abandoned; of parquet alone.
     progress
         Show a progress bar.
     """

@@ -20,7 +20,7 @@ from cacheprobe.core.values import (
 
 PHASES = ("prefill", "decode", "verify")
 """Kinds of forward pass."""
-STATUSES = ("committed", "superseded", "rolled_back", "given_up")
+STATUSES = ("committed", "superseded", "rolled_back", "abandoned")
 """Statuses of a row (one token of one pass)."""
 ACCEPTANCES = ("equality", "rejection")
 DETERMINISMS = ("verify", "invariant")
@@ -178,7 +178,7 @@ class CaptureConfig(KnownKeywords):
     """Phases to keep: one or more of prefill, decode, verify; None for all."""
     statuses: Sequence[str] | None = field(default=None, metadata=as_flag(tuple[str, ...] | None))
     """Statuses of the rows to keep, such as rolled_back (rejected draft tokens): one or more of committed, superseded,
-    rolled_back, given_up; None for all. States of a draft token are dropped at its verdict."""
+    rolled_back, abandoned; None for all. States of a draft token are dropped at its verdict."""
     every: int = 1
     """Keep absolute positions that are multiples of this number. A draft token and the token committed in its place are
     then both kept, or neither."""

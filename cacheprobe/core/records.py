@@ -12,11 +12,11 @@ from cacheprobe.core.config import STATUSES as STATUSES
 from cacheprobe.core.settings import SamplingParams as SamplingParams
 from cacheprobe.core.values import KnownKeywords, flag, require_encodable, whole_number
 
-ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back", "given_up")
+ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back", "abandoned")
 """Roles of a row (one token of one pass): how its input token came to its position."""
-DISCARDED_DRAFT = ("rolled_back", "given_up")
+DISCARDED_DRAFT = ("rolled_back", "abandoned")
 """Statuses of rows that were fed a draft token that was never committed. rolled_back: the rejected token or a later
-one. given_up: the draft got no verdict."""
+one. abandoned: the draft got no verdict."""
 PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited")
 
 
@@ -309,7 +309,7 @@ class Observer:
         """Called when a verdict drops the draft tokens at positions start..end-1: the rejected one at `start`, and all
         after it. `on_commit` of the same verdict follows."""
 
-    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
+    def on_abandon(self, request_id: int, step: int, start: int, end: int) -> None:
         """Called when the draft tokens at positions start..end-1 are dropped without a verdict."""
 
     def on_shared_prompt(self, request_id: int, step: int, source_id: int) -> None:

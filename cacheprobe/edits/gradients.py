@@ -91,7 +91,7 @@ class Gradients:
             )
             if line.status == DISCARDED_DRAFT[1]:
                 raise ValueError(
-                    f"request {request_id} step {step}: row {row} was given up, so no verdict says its text; choose "
+                    f"request {request_id} step {step}: row {row} was abandoned, so no verdict says its text; choose "
                     "committed or rolled_back rows"
                 )
             if line.status == REJECTED:

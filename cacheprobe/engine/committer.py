@@ -1,6 +1,6 @@
 """Chooses tokens, judges drafts, commits and rolls back, preempts and ends requests; reports it to the observer.
 
-The observer trace/recording/recorder.py labels the recorded rows of a draft token: committed, rolled back or given up.
+The observer trace/recording/recorder.py labels the recorded rows of a draft token: committed, rolled back or abandoned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -350,7 +350,7 @@ class Committer:
         """Drops a request's draft without a verdict, and reports its positions to the observer."""
         if state.draft:
             start = state.last_committed_position + 1
-            self.observer.on_give_up(state.request_id, self.runner.step, start, start + len(state.draft))
+            self.observer.on_abandon(state.request_id, self.runner.step, start, start + len(state.draft))
         state.drop_draft()
 
     # -- the ledger and the record

@@ -150,7 +150,7 @@ class TraceData:
     @property
     def num_drafted(self) -> int:
         """Number of draft tokens, over all requests, in verify passes that gave a verdict: accepted ones, rejected
-        ones, and those after a rejected one. Draft tokens that were given up are not counted."""
+        ones, and those after a rejected one. Draft tokens that were abandoned are not counted."""
         return int(self.event_table.draft_token_ids.map(len).sum())
 
     @property

@@ -44,7 +44,7 @@ from cacheprobe.trace.tables.build import feature_table, hypotheses_table, readi
 from cacheprobe.trace.tables.draft_verdicts import with_verdicts
 from cacheprobe.trace.tables.schema import arrow_schema, typed
 
-UNDECIDED = "given_up"
+UNDECIDED = "abandoned"
 """Role and status of a row whose draft token has no verdict in the journal."""
 _READINGS_AT_ONCE = 60_000
 """Number of lens readings that are in memory together while a run is finished."""
@@ -289,7 +289,7 @@ class GrowingRun(StoredRun):
         """Returns a copy of the rows table with role, status and state_index filled in.
 
         A row can get these values in a later part of the journal than its own. since: number of the first part whose
-        values are filled in. A row that still has no role gets "given_up" as its role and status.
+        values are filled in. A row that still has no role gets "abandoned" as its role and status.
         """
         names = ("role", "status", "state_index")
         rows = rows.assign(**{name: rows[name].to_numpy(copy=True) for name in names})

@@ -103,7 +103,7 @@ class Trace(TraceData):
         """Returns the lens readings as a DataFrame, one line for each layer of a row. A line also has the draft token
         for the position that the row predicts, and the verdict on this draft token.
 
-        include_rolled_back: also rows fed a rejected, later or given-up draft token. They follow a text that was never
+        include_rolled_back: also rows fed a rejected, later or abandoned draft token. They follow a text that was never
         committed, so their prediction cannot be compared with committed tokens.
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
         `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
@@ -135,7 +135,7 @@ class Trace(TraceData):
         where it left all numbers as they were.
 
         Columns: name, request_id, site, layer, head; the number of these rows of each status: committed (the states
-        that later tokens follow), superseded (draft tokens that were then verified), rolled_back and given_up; missed,
+        that later tokens follow), superseded (draft tokens that were then verified), rolled_back and abandoned; missed,
         the positions that the intervention names and at which it acted on no committed row. Rows whose states a later
         intervention at the same place replaced are not counted.
         """

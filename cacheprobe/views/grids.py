@@ -230,7 +230,7 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
         )
     figure.update_yaxes(title="layer", showgrid=False, range=[layers[0] - 0.5, layers[-1] + 0.5], **layer_ticks(layers))
     for x in (i for i in range(1, len(columns)) if columns[i][0] != columns[i - 1][0]):
-        figure.add_vline(x=x - 0.5, line_width=1.5, line_color=STATUS_STYLES["given_up"]["color"])
+        figure.add_vline(x=x - 0.5, line_width=1.5, line_color=STATUS_STYLES["abandoned"]["color"])
     return figure
 
 
@@ -279,7 +279,7 @@ def routing_figure(table: pd.DataFrame, request_id: int | None = None) -> go.Fig
     require_lines(table, "the table of routing is empty; there is nothing to draw")
     request = int(table.request_id.iloc[0]) if request_id is None else request_id
     own = table[(table.request_id == request) & (table.status != "superseded")]
-    kept, rejected = own[own.status == "committed"], own[own.status.isin(("rolled_back", "given_up"))]
+    kept, rejected = own[own.status == "committed"], own[own.status.isin(("rolled_back", "abandoned"))]
     require_lines(own, f"the table has no routing of request {request}")
     places = sorted(set(zip(own.layer.astype(int), own.expert.astype(int), strict=True)))
     heights = {place: height for height, place in enumerate(places)}
@@ -308,7 +308,7 @@ def routing_figure(table: pd.DataFrame, request_id: int | None = None) -> go.Fig
         ticktext=[str(layer) for layer in layers[::every]],
     )  # fmt: skip
     for own_heights in of_layers[1:]:
-        figure.add_hline(y=own_heights[0] - 0.5, line_width=1, line_color=STATUS_STYLES["given_up"]["color"])
+        figure.add_hline(y=own_heights[0] - 0.5, line_width=1, line_color=STATUS_STYLES["abandoned"]["color"])
     return figure
 
 

@@ -36,7 +36,7 @@ STATUS_STYLES = {
     "committed": {"color": "#2f9e4f", "dash": "solid", "symbol": "circle"},
     "superseded": {"color": "#c58f00", "dash": "dash", "symbol": "diamond"},
     "rolled_back": {"color": "#d9483b", "dash": "dot", "symbol": "x"},
-    "given_up": {"color": "#7b858f", "dash": "dot", "symbol": "circle-open"},
+    "abandoned": {"color": "#7b858f", "dash": "dot", "symbol": "circle-open"},
 }
 """Colour, line dash and marker of each row status in plotly figures, readable on white and on black."""
 

@@ -120,7 +120,7 @@ def test_rows_without_a_gradient_are_refused() -> None:
     for chosen, said in (
         (rejected, "has no gradient; compute them with rejected=True"),
         (rows[(rows.status == "committed") & (rows.request_id == 0)], "request 0: row .* has no gradient; give the"),
-        (own.assign(status="given_up"), "was given up, so no verdict says its text"),
+        (own.assign(status="abandoned"), "was abandoned, so no verdict says its text"),
         (own.assign(token_id=96), "read token 96 at position 0, its text has 7; give rows of the trace"),
         (rows[:0], "there is no row"),
     ):

@@ -150,7 +150,7 @@ def test_dropped_states_leave_the_memory_at_the_verdict(monkeypatch: pytest.Monk
         held.append((sum(one.num_bytes for one in self._undecided), self.num_bytes))
 
     monkeypatch.setattr(KeptStates, "apply_statuses", counting)
-    made("early exit", {"statuses": ("given_up",)})
+    made("early exit", {"statuses": ("abandoned",)})
     window = len(PROMPTS) * 2 * SMALL["window"] * 3 * 3 * loaded().d_model * 4  # draft and verify rows of S, T and C
     assert 0 < max(undecided for undecided, _ in held) <= window and held[-1] == (0, 0)
     assert max(appended for _, appended in held) == 0

@@ -16,11 +16,11 @@ from cacheprobe.views.dashboard.tabs import lens
 from tests.dash_page import answered, opened, served
 from tests.tiny import PROMPTS, SMALL, loaded
 
-OUTCOMES = {"accepted": "accepted", "rejected": "rolled back", "never_judged": "given up"}
+OUTCOMES = {"accepted": "accepted", "rejected": "rolled back", "unverified": "abandoned"}
 """What the page says of the draft of a superseded row, by its verdict.
 
-Such a row was fed a committed token, so a draft that was never judged was given up."""
-STATUSES = ("committed", "superseded", "rolled_back", "given_up")
+Such a row was fed a committed token, so a draft that was never judged was abandoned."""
+STATUSES = ("committed", "superseded", "rolled_back", "abandoned")
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def test_sentence_and_card_are_of_the_chosen_row(trace: cp.Trace, run_list: RunL
     assert f"{status.replace('_', ' ')}, {row.phase} in step {row.step}" in shown
     fed = trace.rows().set_index("row").token[row.row].replace("<", "&lt;").replace(">", "&gt;")
     top = row.token.replace("<", "&lt;").replace(">", "&gt;")
-    if status in ("rolled_back", "given_up"):
-        why = "a rejected" if status == "rolled_back" else "a draft that was given up"
+    if status in ("rolled_back", "abandoned"):
+        why = "a rejected" if status == "rolled_back" else "a draft that was abandoned"
         assert f"fed “{fed}”, {why}" in sentence and f"had “{top}” first" in sentence
         assert f"This row was fed {why}" in shown and f"it predicted “{top}”" in shown
         assert "next token" not in shown and 'class="right"' not in shown  # what was committed is no answer to it
@@ -97,7 +97,7 @@ def last_readings(trace: cp.Trace) -> pd.DataFrame:
 
 @pytest.mark.parametrize("verdict", [*OUTCOMES])
 def test_a_superseded_row_is_spoken_of_with_its_own_draft(trace: cp.Trace, run_list: RunList, verdict: str) -> None:
-    """A draft that was given up, too: the page told of the one that was drafted there later."""
+    """A draft that was abandoned, too: the page told of the one that was drafted there later."""
     table = last_readings(trace)
     row = next(table[(table.status == "superseded") & (table.verdict == verdict)].itertuples())
     ask = dict(run=0, request=row.request_id, position=row.position, row=row.row, site="S", lens=RECORDED)
@@ -123,11 +123,11 @@ def test_a_clicked_committed_row_is_spoken_of_after_another_was(
     browser: Browser, run_list: RunList, trace: cp.Trace
 ) -> None:
     table = last_readings(trace)
-    other = next(table[(table.status == "given_up") & table.row_canonical.notna()].itertuples())
+    other = next(table[(table.status == "abandoned") & table.row_canonical.notna()].itertuples())
     row = next(table[table.row == other.row_canonical].itertuples())
     place = f"?run=0&request={row.request_id}&position={row.position}&rows=all"
     with served(run_list) as address, opened(browser, address + place) as page:
-        assert "given up row" in clicked(page, other)[0].lower()
+        assert "abandoned row" in clicked(page, other)[0].lower()
         said, card = clicked(page, row)
     start = f"Reads position {row.position}, predicts {row.position + 1}: “{row.drafted_token}”, drafted in"
     assert said.startswith(start) and f"“{row.committed_token}” was committed" in card

@@ -321,5 +321,5 @@ def test_a_held_key_asks_for_the_newest_place_alone(browser: Browser, address: s
             )
             is_at(page, lines[29])
             heard(page, lambda: any("walk" in views for views in sent))
-        # one that is not answered within 150 ms is given up and asked again, so a busy machine asks a few more
+        # one that is not answered within 150 ms is abandoned and asked again, so a busy machine asks a few more
         assert sum("walk" in views for views in sent) <= 10

@@ -54,7 +54,7 @@ def test_the_dashboard_shows_them_at_every_step(drafted: cp.Trace, run_list: Run
         assert replay.TokenGrid(run_list, {**ask, "requests": [0, 5], "places": [0, 20], "place": 0}).draw()
 
 
-def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
+def test_a_draft_that_was_abandoned_stands_until_then(tmp_path: Path) -> None:
     trace = cp.run(
         loaded(), PROMPTS, **{**TIGHT, "max_kv_tokens": 80}, drafter=cp.drafters.EarlyExit(layer=1), capture="SZ"
     )
@@ -67,7 +67,7 @@ def test_a_draft_that_was_given_up_stands_until_then(tmp_path: Path) -> None:
     )
     assert f" in {events.step.nunique()} steps. " in facts.run_summary(run_list.tables(0))
     history = token_history(events)
-    one = history[history.outcome == "given_up"].iloc[-1]  # of the first places, a rejected draft stood there before
+    one = history[history.outcome == "abandoned"].iloc[-1]  # of the first places, a rejected draft stood there before
     again = events[(events.request_id == one.request_id) & (events.phase == "prefill") & (events.step > one.born)]
     assert one.decided_step == again.step.min()
     ask = dict(run=0, request=int(one.request_id), requests=[0, 5], places=[0, 40], place=0)
@@ -110,7 +110,7 @@ def test_requests_that_failed_while_they_were_read(tmp_path: Path) -> None:
         find_windows(trace.events(), 2)
 
 
-def test_drafts_that_were_given_up_belong_to_no_window() -> None:
+def test_drafts_that_were_abandoned_belong_to_no_window() -> None:
     """A verify pass that failed of a candidate is run again without the draft."""
     settings = dict(SMALL, deterministic=True, capture="SZ")
     trace = cp.run(indigestible(), PROMPTS[:2], drafter=cp.drafters.Scripted(lambda state: [5, BAD]), **settings)
@@ -119,8 +119,8 @@ def test_drafts_that_were_given_up_belong_to_no_window() -> None:
     assert (events.proposed_token_ids.map(len).sum()) > verdicts.draft_token_ids.map(len).sum()
     assert [len(find_windows(events, request)) for request in (0, 1)] == verdicts.groupby("request_id").size().tolist()
     history = token_history(events)
-    given_up = history[history.outcome == "given_up"]
-    assert len(given_up) == events.proposed_token_ids.map(len).sum() - verdicts.draft_token_ids.map(len).sum()
+    abandoned = history[history.outcome == "abandoned"]
+    assert len(abandoned) == events.proposed_token_ids.map(len).sum() - verdicts.draft_token_ids.map(len).sum()
     last = standing_at(history, int(events.step.max()))
     for request in (0, 1):
         assert last[last.request_id == request].sort_values("place").token_id.tolist() == trace.committed(request)

@@ -157,8 +157,8 @@ def test_runs_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_status_without_rows_gives_no_lines(trace: cp.Trace) -> None:
-    assert cp.analysis.to_dataframe(trace, statuses="given_up").empty
-    assert len(cp.analysis.to_datasets(trace, statuses="given_up")) == 0
+    assert cp.analysis.to_dataframe(trace, statuses="abandoned").empty
+    assert len(cp.analysis.to_datasets(trace, statuses="abandoned")) == 0
 
 
 def test_a_choice_that_is_repeated_is_taken_once(trace: cp.Trace) -> None:

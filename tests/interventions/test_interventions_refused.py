@@ -75,7 +75,7 @@ def test_the_last_draft_that_can_be_changed_is_changed(drafter: Drafter, num_lay
         unchanged, other = by_hand(text, num_layers, {})
         assert not close(mine, unchanged, 1e-2, because="the control: the change shows")
         differ += token != other
-    assert differ == len(drafts) == trace.edits()[["superseded", "rolled_back", "given_up"]].sum(axis=1)[0] > 0
+    assert differ == len(drafts) == trace.edits()[["superseded", "rolled_back", "abandoned"]].sum(axis=1)[0] > 0
     assert trace.committed(0) == cp.run(loaded(), PROMPTS[:1], **wide).committed(0)
 
 

@@ -57,7 +57,7 @@ class Growth(Observer):
             self.known[state.request_id] = list(state.token_ids)
             self.looks += 1
 
-    before_forward = after_forward = on_choice = on_commit = on_rollback = on_give_up = on_preempt = on_step = look
+    before_forward = after_forward = on_choice = on_commit = on_rollback = on_abandon = on_preempt = on_step = look
 
 
 def test_invariant_17_monotone_release() -> None:

@@ -218,7 +218,7 @@ class Preemptions(Observer):
         self.drafts: list[int] = []
         self._open = 0
 
-    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
+    def on_abandon(self, request_id: int, step: int, start: int, end: int) -> None:
         self._open = end - start
 
     def on_preempt(self, request_id: int, step: int) -> None:

@@ -147,7 +147,7 @@ def _settles_at_once(real: Any) -> Any:
     return verify
 
 
-def _given_up_whole(real: Any) -> Any:
+def _abandoned_whole(real: Any) -> Any:
     def retries(self: Any, states: Any, error: Any) -> Any:
         groups = real(self, states, error)
         if len(states) == 1:
@@ -342,7 +342,7 @@ MUTATIONS = [
         "cacheprobe.kvcache.cache:KVCache.scrub",
         instead(lambda self, row, start: None),
     ),
-    bug("a group that fails is given up whole", ("25",), f"{ENGINE}._retries", _given_up_whole),
+    bug("a group that fails is abandoned whole", ("25",), f"{ENGINE}._retries", _abandoned_whole),
     # -- the negative control
     Mutation(
         "the fast path decodes and reads one request at a time",

@@ -46,7 +46,7 @@ LENS, LAST = "Through the logit lens", "the last read,"
         ((1,), (TokenOutcome(1, 4, None, None),), "“A” was drafted in step 4, and no verdict was spoken"),
         ((), (LOST, TokenOutcome(2, 30, 34, "accepted")),
          f"{DRAFT.split(', and')[0]} behind an earlier mismatch; “␣A” was committed in step 34"),
-        ((), (TokenOutcome(2, 1, 3, "given_up"),), "nothing was committed here"),
+        ((), (TokenOutcome(2, 1, 3, "abandoned"),), "nothing was committed here"),
         ((), (), "nothing was committed here"),
         ((), (TokenOutcome(77, 0, 0, "committed"),), "“<77>” was committed in step 0, as it was computed"),
     ],

@@ -39,7 +39,7 @@ def share_of_the_scale(reading: Any, colour: str, readings: pd.DataFrame) -> flo
     """Where on the scale a reading lies, 1 is darkest; NaN for a row that no committed token can be compared with."""
     if colour == "entropy":
         return 1 - reading.entropy_nats / readings.entropy_nats.max()
-    if reading.status in ("rolled_back", "given_up"):
+    if reading.status in ("rolled_back", "abandoned"):
         return np.nan
     return 1 + reading.committed_logprob_nats / 12 if colour == "logprob" else 1 - np.log10(reading.rank + 1) / 4
 

@@ -73,7 +73,7 @@ def test_an_edit_of_drafts_alone_is_told_with_the_remedy() -> None:
     rows = trace.rows(0)
     drafts = rows[rows.phase == "decode"]
     (line,) = trace.edits().to_dict("records")
-    for status in ("committed", "superseded", "rolled_back", "given_up"):
+    for status in ("committed", "superseded", "rolled_back", "abandoned"):
         assert line[status] == (drafts.status == status).sum()
     assert line["committed"] == 0 < line["superseded"] + line["rolled_back"]
 

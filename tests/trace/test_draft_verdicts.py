@@ -51,8 +51,8 @@ def cancelled() -> cp.Trace:
 
 
 def test_a_draft_that_nobody_judged_is_not_taken_for_an_earlier_one(cancelled: cp.Trace) -> None:
-    """`make stress` found it: rows that were given up were said to be rolled back like an earlier draft there."""
-    assert (cancelled.row_table.status == "given_up").any()
+    """`make stress` found it: rows that were abandoned were said to be rolled back like an earlier draft there."""
+    assert (cancelled.row_table.status == "abandoned").any()
     assert cp.verify(cancelled, loaded(), progress=False).first_difference is None
 
 
@@ -78,7 +78,7 @@ def test_counts_of_drafts_are_those_of_the_events(name: str, request: pytest.Fix
     judged = events[events.num_accepted.notna()]
     assert (drafts.verdict == "accepted").sum() == judged.num_accepted.sum()
     assert (drafts.verdict == "rejected").sum() == (judged.num_rolled_back > 0).sum() > 0
-    lost = drafts[(drafts.verdict == "never_judged") & drafts.judged.notna()]
+    lost = drafts[(drafts.verdict == "unverified") & drafts.judged.notna()]
     assert len(lost) + (drafts.verdict == "rejected").sum() == trace.num_rolled_back
     assert len(drafts) == events.proposed_token_ids.map(len).sum()
 
@@ -121,15 +121,15 @@ def test_readings_name_the_token_that_their_row_read(drafted: cp.Trace, tmp_path
         assert table.columns.tolist().index("read_token_id") == table.columns.tolist().index("position") + 1
 
 
-def test_drafts_that_were_given_up_are_no_rolled_back_ones(preempted: cp.Trace) -> None:
-    """A row of a decode pass is rolled back where a verdict rolled its token back, and given up where none came."""
+def test_drafts_that_were_abandoned_are_no_rolled_back_ones(preempted: cp.Trace) -> None:
+    """A row of a decode pass is rolled back where a verdict rolled its token back, and abandoned where none came."""
     rows, history = preempted.row_table, drafts_table(preempted.events())
-    given_up = rows[rows.status == "given_up"]
-    assert len(given_up) and (given_up.phase == "decode").all() and (given_up.role == "given_up").all()
+    abandoned = rows[rows.status == "abandoned"]
+    assert len(abandoned) and (abandoned.phase == "decode").all() and (abandoned.role == "abandoned").all()
     unjudged = history[history.judged.isna()]
     prompts = {r.request_id: r.num_prompt_tokens for r in preempted.requests}
     fed = {(d.request_id, prompts[d.request_id] + d.place, d.born) for d in unjudged.itertuples()}
-    for row in given_up.itertuples():
+    for row in abandoned.itertuples():
         born = [b for r, p, b in fed if (r, p) == (row.request_id, row.position) and b < row.step]
         assert born
     verify = rows[(rows.phase == "verify") & rows.status.isin(DISCARDED_DRAFT)]

@@ -151,13 +151,13 @@ def drafts_slowly(trace: cp.Trace) -> dict[tuple[int, int, int], tuple[int, str]
             for token in event["proposed_token_ids"]:
                 place = length + len(waiting) - 1
                 waiting.append((event["step"], place, int(token)))
-                out[request.request_id, event["step"], place] = (int(token), "never_judged")
+                out[request.request_id, event["step"], place] = (int(token), "unverified")
             if not pd.isna(event["num_accepted"]):
                 drafted = [int(token) for token in event["draft_token_ids"]]
                 assert [token for *_, token in waiting] == drafted
                 for i, (step, place, token) in enumerate(waiting):
                     accepted = int(event["num_accepted"])
-                    verdict = "accepted" if i < accepted else "rejected" if i == accepted else "never_judged"
+                    verdict = "accepted" if i < accepted else "rejected" if i == accepted else "unverified"
                     for at in (step, event["step"]):
                         out[request.request_id, at, place] = (token, verdict)
                 waiting = []
@@ -169,7 +169,7 @@ def shares_by_verdict_slowly(table: pd.DataFrame) -> dict[tuple[int, str], tuple
     """(layer, verdict) -> rows, share with the committed token first, share with the drafted token first."""
     counts: dict[tuple[int, str], list[int]] = {}
     for r in table.to_dict("records"):
-        if r["status"] in ("rolled_back", "given_up") or pd.isna(r["committed_token_id"]):
+        if r["status"] in ("rolled_back", "abandoned") or pd.isna(r["committed_token_id"]):
             continue
         verdict = "not_drafted" if pd.isna(r["verdict"]) else r["verdict"]
         mine = counts.setdefault((r["layer"], verdict), [0, 0, 0])

@@ -33,7 +33,7 @@ class History:
                 return role, "superseded"
             judged = min((at for at in self.verdicts if at > step), default=None)
             if judged is None or any(step <= at < judged for at in self.lost):
-                return "given_up", "given_up"
+                return "abandoned", "abandoned"
             start, accepted, _, _ = self.verdicts[judged]
             return (role, "superseded") if position < start + accepted else ("rolled_back", "rolled_back")
         if phase == "verify" and step in self.verdicts:

@@ -1,7 +1,7 @@
 """Records a run: the states of every row, its role and status, and its lens readings. A row is one token of one pass.
 
-`Recorder._label_row` sets the status of a row: committed, superseded, rolled_back or given_up. A row that was fed a
-draft token is labelled at the verdict (`on_commit`, `on_rollback`, `on_give_up`), every other row at once
+`Recorder._label_row` sets the status of a row: committed, superseded, rolled_back or abandoned. A row that was fed a
+draft token is labelled at the verdict (`on_commit`, `on_rollback`, `on_abandon`), every other row at once
 (`after_forward`). So the states of a rejected draft token are in the rows that `on_rollback` labels rolled_back.
 """
 
@@ -328,9 +328,9 @@ class Recorder(Observer):
         """Labels rolled_back: rows fed the rejected draft token or one after it, at positions start..end-1."""
         self._label_drafts(request_id, start, end, "rolled_back")
 
-    def on_give_up(self, request_id: int, step: int, start: int, end: int) -> None:
-        """Labels given_up: rows fed draft tokens without a verdict, at positions start..end-1."""
-        self._label_drafts(request_id, start, end, "given_up")
+    def on_abandon(self, request_id: int, step: int, start: int, end: int) -> None:
+        """Labels abandoned: rows fed draft tokens without a verdict, at positions start..end-1."""
+        self._label_drafts(request_id, start, end, "abandoned")
 
     def committed_roles(self, request_id: int, start: int, roles: Sequence[str]) -> None:
         """Keeps the roles of committed tokens at positions start, start + 1, ..., for the rows that are fed them."""
@@ -338,7 +338,7 @@ class Recorder(Observer):
 
     @staticmethod
     def _label_row(row: RowRecord, role: str, status: str) -> None:
-        """Sets a row's role and status: committed, superseded, rolled_back or given_up."""
+        """Sets a row's role and status: committed, superseded, rolled_back or abandoned."""
         row.role, row.status = role, status
 
     def _label_drafts(self, request_id: int, start: int, end: int, status: str) -> None:

@@ -19,15 +19,15 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
 
     Columns: request_id, place (0 is the first generated token), drafted_token_id; born, the step that drafted the
     token; judged, the step of the verify pass that judged its draft, null if none did; verdict: "accepted"; "rejected",
-    the first of its draft that the verifier did not choose; "never_judged", if it followed a rejected token or its
+    the first of its draft that the verifier did not choose; "unverified", if it followed a rejected token or its
     draft was not judged.
     events: as in `Trace.events`.
     """
     history = token_history(events)
     outcome = history.outcome.astype(object)
-    drafts = history[outcome.isna() | outcome.isin(["accepted", "rolled_back", "given_up"])]
+    drafts = history[outcome.isna() | outcome.isin(["accepted", "rolled_back", "abandoned"])]
     rejected = drafts[drafts.outcome == "rolled_back"].groupby(["request_id", "decided_step"]).place.idxmin()
-    verdict = pd.Series("never_judged", index=drafts.index, dtype="object")
+    verdict = pd.Series("unverified", index=drafts.index, dtype="object")
     verdict[(drafts.outcome == "accepted").fillna(False)] = "accepted"
     verdict[rejected.to_numpy()] = "rejected"
     judged = drafts.decided_step.where(drafts.outcome.isin(["accepted", "rolled_back"]).fillna(False))
@@ -170,7 +170,7 @@ def by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
     """Returns the lens readings that can be compared with a committed token; a missing verdict becomes "not_drafted",
     and `agrees` becomes 0.0 or 1.0.
 
-    Leaves out rows without a committed next token, and rows whose input was a rejected, later or given-up draft token:
+    Leaves out rows without a committed next token, and rows whose input was a rejected, later or abandoned draft token:
     they follow a text that was never committed.
     Raises: ValueError if no reading remains.
     """
@@ -184,7 +184,7 @@ def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
     """Returns a DataFrame with one line for each layer and verdict: how often the layer's first choice is the committed
     token, and how often the draft token.
 
-    Columns: layer, verdict (accepted, rejected, never_judged, not_drafted), rows (their number); committed_first and
+    Columns: layer, verdict (accepted, rejected, unverified, not_drafted), rows (their number); committed_first and
     drafted_first, the shares of rows whose most likely token is the committed or the draft token (drafted_first is null
     without a draft token).
     Twin: tests.twins.measures_slowly.shares_by_verdict_slowly, close(1e-9).
@@ -210,10 +210,10 @@ def parting(shares: pd.DataFrame) -> str:
             return "Where a draft was rejected, the draft leads up to the last layer read"
         since = is_committed_ahead.index[is_committed_ahead[::-1].cummin()[::-1]][0]
         return f"Where a draft was rejected, the committed token leads from layer {since} on"
-    kind = next(kind for kind in ("accepted", NOT_DRAFTED, "never_judged") if (shares.verdict == kind).any())
+    kind = next(kind for kind in ("accepted", NOT_DRAFTED, "unverified") if (shares.verdict == kind).any())
     share = shares[shares.verdict == kind].set_index("layer").committed_first
     stays_first = (share >= 0.5)[::-1].cummin()[::-1]
-    condition = {"accepted": "Where a draft was accepted", "never_judged": "Where a draft was never judged"}.get(kind)
+    condition = {"accepted": "Where a draft was accepted", "unverified": "Where a draft was never judged"}.get(kind)
     beginning = f"{condition}, the" if condition else "The"
     if not stays_first.any():
         return f"{beginning} committed token is first in half of the readings at no last layer"

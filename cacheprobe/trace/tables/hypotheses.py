@@ -18,7 +18,7 @@ def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame
     """Returns the table of `Trace.hypotheses`: a DataFrame with one line for each lens reading (a layer of a row) and
     for each thought.
 
-    include_rolled_back: also rows fed a rejected, later or given-up draft token.
+    include_rolled_back: also rows fed a rejected, later or abandoned draft token.
     Raises: ValueError if the run has no lens readings and no thoughts, and if Z is not read yet and has no model.
     """
     thoughts = None

@@ -68,7 +68,7 @@ _TABLES = {
     "drafted_token_id drafted_token verdict prediction_depth top_token_ids top_tokens top_logprob_nats",
     "Trace.features": f"{_ROW} layer site rank:int64 feature activation",
     "Trace.edits": "name:str request_id site layer:int64 head committed:int64 superseded:int64 rolled_back:int64 "
-    "given_up:int64 missed",
+    "abandoned:int64 missed",
     "Trace.ledger": "position provenance step",
     "Trace.rejected": "request_id step position drafted_token_id:int64 drafted_token committed_token_id "
     "committed_token num_rolled_back:int64 drafted_step drafter_layer flip_layer margin_nats margin_at_least_nats "

@@ -14,10 +14,10 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
 
     Columns: request_id, place (0 is the first generated token), token_id; born, the step that drafted or committed the
     token; decided_step, the step of its outcome; outcome: committed (without a verdict), accepted, recovered, bonus,
-    rolled_back, or given_up. Both are null as long as there is no verdict, also if the request ended first.
+    rolled_back, or abandoned. Both are null as long as there is no verdict, also if the request ended first.
     margin_nats: the gap between the two best tokens; of a verify pass, the smallest gap; null if the drafter ran no
     model.
-    A draft is given up if its request was preempted (decided when the prompt is computed again) or a pass failed
+    A draft is abandoned if its request was preempted (decided when the prompt is computed again) or a pass failed
     (decided when the request drafts again, or is verified without a draft).
     events: as in `Trace.events`.
     """
@@ -32,18 +32,18 @@ def token_history(events: pd.DataFrame) -> pd.DataFrame:
                     open_drafts.append((request_id, place + len(open_drafts), int(token), margin, step))
                 continue
             if phase == "prefill":  # after a preemption the prompt is computed again, and the old draft is lost
-                lines += [(*line, step, "given_up") for line in open_drafts]
+                lines += [(*line, step, "abandoned") for line in open_drafts]
                 open_drafts = []
             if pd.isna(accepted):  # no verdict: prefill, decode, rebuilt slots, or a never verified request
                 for i, token in enumerate(committed):
                     lines.append((request_id, place + i, int(token), margin, step, step, "committed"))
             else:
                 count = int(accepted)
-                # a draft of a failed pass was given up; its tokens come before those of the judged draft
-                num_given_up = len(open_drafts) - len(drafted)
-                given_up, judged = open_drafts[:num_given_up], open_drafts[num_given_up:]
+                # a draft of a failed pass was abandoned; its tokens come before those of the judged draft
+                num_abandoned = len(open_drafts) - len(drafted)
+                abandoned, judged = open_drafts[:num_abandoned], open_drafts[num_abandoned:]
                 since = judged[0][-1] if judged else step
-                lines += [(*line, since, "given_up") for line in given_up]
+                lines += [(*line, since, "abandoned") for line in abandoned]
                 for i, (_, _, token, nats, born) in enumerate(judged):
                     word = "accepted" if i < count else "rolled_back"
                     lines.append((request_id, place + i, token, nats, born, step, word))
@@ -68,8 +68,8 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
     tokens = history[history.born <= step]
     decided = (tokens.decided_step <= step).fillna(False)
     rolled_back = decided & (tokens.outcome == "rolled_back").fillna(False)
-    given_up = decided & (tokens.outcome == "given_up").fillna(False)
-    tokens = tokens[~given_up & (~rolled_back | (tokens.decided_step == step).fillna(False))]
+    abandoned = decided & (tokens.outcome == "abandoned").fillna(False)
+    tokens = tokens[~abandoned & (~rolled_back | (tokens.decided_step == step).fillna(False))]
     decided, rolled_back = decided[tokens.index], rolled_back[tokens.index]
     state = pd.Series("draft", index=tokens.index).mask(decided, "committed").mask(rolled_back, "rolled_back")
     tokens = tokens.assign(state=state)

@@ -21,7 +21,7 @@ _COLUMNS = 7
 """Largest width of a token in the table of layers, in columns of a monospaced font."""
 _VERDICTS = {
     "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
-    "committed": "committed as computed", "given_up": "given up before a verdict",
+    "committed": "committed as computed", "abandoned": "abandoned before a verdict",
 }  # fmt: skip
 
 
@@ -38,8 +38,8 @@ def token_card(
     """Returns HTML of one row's card: each layer's most likely tokens, the prediction depth (the first layer from which
     the first choice stays), and the tokens drafted and committed at the next position.
 
-    hypotheses, rows, events: trace.hypotheses() (with include_rolled_back=True for rolled-back and given-up rows),
-    trace.row_table and trace.events().  row: number of a superseded, rolled-back or given-up row of this position; by
+    hypotheses, rows, events: trace.hypotheses() (with include_rolled_back=True for rolled-back and abandoned rows),
+    trace.row_table and trace.events().  row: number of a superseded, rolled-back or abandoned row of this position; by
     default the committed row.  token_texts: from `token_texts`; tokens that no table names are shown as "<id>".
     Raises: ValueError if the row has no reading.
     """
@@ -92,7 +92,7 @@ def card_parts(
     facts = [("read", read), ("predicts", f"position {line.position + 1}")]
     facts.append(("row", f"{markup(status)}, {markup(line.phase)} in step {line.step}"))
     for outcome in outcomes:
-        name = "draft" if outcome.outcome in ("rolled_back", "given_up") else "next token"
+        name = "draft" if outcome.outcome in ("rolled_back", "abandoned") else "next token"
         facts.append((name, _outcome_text(outcome, token_texts)))
     flips = int(depth["num_flips"])
     changes = "no change" if not flips else f"{counted(flips, 'change')} of first choice"
@@ -106,7 +106,7 @@ def _title(line: TableLine, depth: JsonDict) -> str:
     final_token = visible(line.token)
     depth_layer = depth["prediction_depth"]
     if line.status in DISCARDED_DRAFT:
-        fed = "a rejected token, or one after it" if line.status == "rolled_back" else "a draft that was given up"
+        fed = "a rejected token, or one after it" if line.status == "rolled_back" else "a draft that was abandoned"
         return f"This row was fed {fed}; it predicted “{final_token}” from layer {depth_layer} on"
     if pd.isna(line.committed_token_id):
         return f"“{final_token}” is the last word of a row after which nothing was committed"
@@ -123,7 +123,7 @@ def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
     if outcome.decided_step is None:
         return f"{token} drafted in step {outcome.born}, not decided"
     word = _VERDICTS[str(outcome.outcome)]
-    is_discarded = outcome.outcome in ("rolled_back", "given_up")
+    is_discarded = outcome.outcome in ("rolled_back", "abandoned")
     css_class, sign = ("lost", "✗") if is_discarded else ("kept", "✓")
     verdict = f'<span class="{css_class}">{sign} {word}</span>'
     if outcome.born == outcome.decided_step:
@@ -133,7 +133,7 @@ def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
 
 def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
     """Returns HTML of a table with a line for each layer: the layer's most likely tokens from left to right, with a
-    note. A green frame marks the committed token, unless the row was rolled back or given up. table: readings of one
+    note. A green frame marks the committed token, unless the row was rolled back or abandoned. table: readings of one
     row, sorted with the last layer first."""
     count = max(len(ids) for ids in table.top_token_ids)
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))

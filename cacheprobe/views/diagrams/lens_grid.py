@@ -21,15 +21,15 @@ Include = Literal["committed", "all"]
 
 TOKEN_COLUMNS = 6
 """Largest width of a token in a cell or below a column, in columns of a monospaced font."""
-SIGNS = {"committed": "", "superseded": "◇ ", "rolled_back": "✗ ", "given_up": "⊘ "}
+SIGNS = {"committed": "", "superseded": "◇ ", "rolled_back": "✗ ", "abandoned": "⊘ "}
 MARKS = {
     "superseded": "◇ computed again by the verifier",
     "rolled_back": "✗ fed a rejected token or one after it",
-    "given_up": "⊘ fed a draft that was given up",
+    "abandoned": "⊘ fed a draft that was abandoned",
 }
 NOTHING_TO_COMPARE = "fed a draft that was never committed, so no committed token can be compared with it"
 NOT_COMPARED = "not compared with a committed token"
-"""Text of the legend for grey cells: the row was rolled back or given up, or no next token was committed."""
+"""Text of the legend for grey cells: the row was rolled back or abandoned, or no next token was committed."""
 BELOW = "position, token read → token to predict, the one committed next"
 """Text that explains the lines below a column of the grid, which `column_label` makes."""
 FLOOR_NATS = -12.0
@@ -45,7 +45,7 @@ def reads_and_predicts(position: SupportsIndex) -> str:
 
 def column_words(column: TableLine) -> str:
     """Returns text on one row of the trace, not escaped, such as "read 2 → predicts 4": its input token and the token
-    committed next (not what the row predicted). If the row was fed a rejected draft token, one after it, or a given-up
+    committed next (not what the row predicted). If the row was fed a rejected draft token, one after it, or an abandoned
     one, or if no token was committed next, the text says so instead.
 
     column: a line of the hypotheses table.
@@ -53,7 +53,7 @@ def column_words(column: TableLine) -> str:
     read = f"read {visible(column.read_token)}"
     if column.status in DISCARDED_DRAFT:
         is_rolled_back = column.status == "rolled_back"
-        return f"{read}, {'a rejected token or one after it' if is_rolled_back else 'a draft that was given up'}"
+        return f"{read}, {'a rejected token or one after it' if is_rolled_back else 'a draft that was abandoned'}"
     if pd.isna(column.committed_token):
         return f"{read}, nothing committed next"
     return f"{read} → predicts {visible(column.committed_token)}"
@@ -61,10 +61,10 @@ def column_words(column: TableLine) -> str:
 
 def column_label(column: TableLine, letters: int = TOKEN_COLUMNS) -> tuple[str, str, str]:
     """Returns the three lines of text below a column of the lens grid: the mark of the row's status (◇ superseded, ✗
-    rolled back, ⊘ given up; none if committed) with the position; the input token; and "→" with the token committed
+    rolled back, ⊘ abandoned; none if committed) with the position; the input token; and "→" with the token committed
     next. Each token is cut to the width of `letters` monospaced characters, and not escaped.
 
-    A dash replaces the next token if none was committed, or if the row was rolled back or given up.
+    A dash replaces the next token if none was committed, or if the row was rolled back or abandoned.
     column: a line of the hypotheses table.
     """
     has_no_next = pd.isna(column.committed_token) or column.status in DISCARDED_DRAFT
@@ -95,7 +95,7 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
     choice; the numbers are log10(rank + 1)).
 
     A reading without a committed token has a number only for the entropy, and so has a row that was rolled back or
-    given up, because no committed token can be compared with the row.
+    abandoned, because no committed token can be compared with the row.
     Raises: ValueError for another colour.
     """
     is_comparable = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)
@@ -154,8 +154,8 @@ def select(hypotheses: pd.DataFrame, request_id: int, include: Include, position
 
 def columns_of(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns a DataFrame with one line for each row of the trace, in the order of the grid's columns: by position; at
-    one position the committed row first, then superseded rows, then rolled-back and given-up rows by step."""
-    order = rows.status.map({"committed": 0, "superseded": 1, "rolled_back": 2, "given_up": 2})
+    one position the committed row first, then superseded rows, then rolled-back and abandoned rows by step."""
+    order = rows.status.map({"committed": 0, "superseded": 1, "rolled_back": 2, "abandoned": 2})
     columns = rows.assign(order=order).drop_duplicates("row").sort_values(["position", "order", "step", "row"])
     return columns.reset_index(drop=True)
 
@@ -165,7 +165,7 @@ LABEL_WIDTH, PITCH, WIDEST = 50, 50, 112
 _ROW, _TOP, _BELOW = 19, 10, 57
 _LEAST = 480
 """Least width in pixels of an SVG file: the colour scale and its name need it."""
-_TINTS = {"superseded": "yellow", "rolled_back": "red", "given_up": "grey"}
+_TINTS = {"superseded": "yellow", "rolled_back": "red", "abandoned": "grey"}
 _OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
 _GREY = '<g class="v-1"><rect x="2" y="3" width="18" height="11"/></g>'
 _READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats", "agrees"]
@@ -186,10 +186,10 @@ def lens_grid(
 
     hypotheses: from `Trace.hypotheses`.  colour: log-probability of the committed token, the layer's entropy (both in
     nats), or the committed token's rank (0 is first).  include: "committed" rows, or "all": superseded, rolled-back and
-    given-up rows have columns too.  positions: of input tokens; all by default.
+    abandoned rows have columns too.  positions: of input tokens; all by default.
     The reading at position p predicts the token at p + 1. Below each column: p, the input token, → the token committed
     at p + 1. Unless the colour is the entropy, cells are grey if no token was committed at p + 1, or if the row was fed
-    a rejected or given-up draft token: no committed token can be compared with it.
+    a rejected or abandoned draft token: no committed token can be compared with it.
     Raises: ValueError if no reading is selected, or for another colour or `include`.  Source: logit lens
     (nostalgebraist 2020).
     """

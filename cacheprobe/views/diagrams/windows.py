@@ -109,9 +109,9 @@ def find_windows(events: pd.DataFrame, request_id: int) -> tuple[Window, ...]:
         elif event.phase == "decode":
             draft_steps += [int(event.step)] * len(event.proposed_token_ids)
         elif pd.notna(event.num_accepted):  # null without a verdict: rebuilt slots, or a never verified request
-            # a draft of a failed pass was given up; its tokens come before those of the judged draft
-            given_up = len(draft_steps) - len(event.draft_token_ids)
-            windows.append(_window(event, newest_token_id, tuple(prefill_steps), tuple(draft_steps[given_up:])))
+            # a draft of a failed pass was abandoned; its tokens come before those of the judged draft
+            abandoned = len(draft_steps) - len(event.draft_token_ids)
+            windows.append(_window(event, newest_token_id, tuple(prefill_steps), tuple(draft_steps[abandoned:])))
             draft_steps = []
         if len(event.committed_token_ids):
             newest_token_id = int(event.committed_token_ids[-1])

@@ -15,7 +15,7 @@ _COLUMNS = 24
 """Largest width of a token in a sentence, in columns of a monospaced font."""
 
 
-_LOST = ("rolled_back", "given_up")
+_LOST = ("rolled_back", "abandoned")
 
 
 class ChosenToken(NamedTuple):
@@ -97,13 +97,13 @@ def insight(
 
 
 def insight_in_vain(readings: pd.DataFrame, row: TableLine) -> str:
-    """Returns, as plain text, the input token of a row that was fed a rejected or given-up draft token, and the last
+    """Returns, as plain text, the input token of a row that was fed a rejected or abandoned draft token, and the last
     layer's first choice.
 
     readings: the row's lines of the hypotheses table; if empty, layers are not mentioned.  row: the row's line of the
     rows table.
     """
-    fed = "a rejected draft or one behind it" if row.status == "rolled_back" else "a draft that was given up"
+    fed = "a rejected draft or one behind it" if row.status == "rolled_back" else "a draft that was abandoned"
     sentence = f"fed {_quoted_text(row.token)}, {fed}; no committed token can be compared with its prediction"
     if readings.empty:
         return sentence
@@ -130,8 +130,8 @@ def _verdict_text(
     token = _quoted(kept.token_id, texts)
     if lost is not None:
         word, reason = "rolled back", "behind an earlier mismatch"
-        if lost.outcome == "given_up":
-            word, reason = "given up", "before a verdict"
+        if lost.outcome == "abandoned":
+            word, reason = "abandoned", "before a verdict"
         draft = f"{_quoted(lost.token_id, texts)}, {_draft_text(lost, rows)}, was {word} in step {lost.decided_step}"
         if lost.decided_step == kept.decided_step:
             return f"{draft}, and {token} committed in its place"

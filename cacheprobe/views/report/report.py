@@ -170,7 +170,7 @@ def _lens(trace: "Trace", request_id: int) -> str:
         f"that it gave to the token committed next. Below a column: {BELOW}. "
         f"A narrow screen scrolls the grid sideways.{how_many}",
         "lens-grid-all": "Columns of their own: rows that the verifier computed again (◇), rows that were fed a "
-        "rejected token (✗), and rows whose draft was given up without a verdict (⊘). No committed token can be "
+        "rejected token (✗), and rows whose draft was abandoned without a verdict (⊘). No committed token can be "
         "compared with rows of the last two kinds: their cells are grey.",
         "drafts": "Whole run, one reading for each row of a position where a draft was judged. Rows that were fed a "
         "rejected token are left out: they follow a text that was never committed.",
@@ -288,7 +288,7 @@ def report_figures(trace: "Trace") -> dict[str, go.Figure]:
 def report_grids(trace: "Trace", request_id: int) -> dict[str, LensGrid]:
     """Returns a dict from name to `LensGrid` (a drawn grid of lens readings), of one request at the positions of
     `shown_positions` (at most 48). "lens-grid" has the committed rows. "lens-grid-all" has all rows, and is left out if
-    no row was fed a rejected or given-up draft token. Returns {} if no committed row at these positions has a
+    no row was fed a rejected or abandoned draft token. Returns {} if no committed row at these positions has a
     reading."""
     if trace.hypothesis_table is None:
         return {}

@@ -27,7 +27,7 @@ from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 NAMES = ("drafted", "undrafted", "half", "thinking", "broken", "imported")
 _FOLDER = TemporaryDirectory()
 LENGTHS = {"drafted": 20, "undrafted": 20, "half": 18, "broken": 20}
-DISCARDED = ("rolled_back", "given_up")
+DISCARDED = ("rolled_back", "abandoned")
 
 
 class Two:
@@ -113,7 +113,7 @@ class Tables:
         depths: dict[str, list[int]] = {}
         for _, row in self.readings.groupby("row"):
             first = row.iloc[0]
-            if first.status in DISCARDED or (pd.notna(first.verdict) and first.verdict == "never_judged"):
+            if first.status in DISCARDED or (pd.notna(first.verdict) and first.verdict == "unverified"):
                 continue
             kind = "draft" if first.phase == "decode" else "verify"
             name = "nothing drafted" if pd.isna(first.verdict) else f"draft {first.verdict}, {kind} pass"

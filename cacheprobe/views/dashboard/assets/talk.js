@@ -5,7 +5,7 @@
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against", "measure"];
   const FREE = ["run", "colour", "rows", "measure"];
   const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
-  const PATIENCE = 150;  // milliseconds until an outdated request is given up: a slider that is drawn along is followed
+  const PATIENCE = 150;  // milliseconds until an outdated request is abandoned: a slider that is drawn along is followed
 
   const listed = JSON.parse(document.body.dataset.listed), at = parse(location.search);
   let facts = null, story = null, is_ready = false, trouble = "";

@@ -236,7 +236,7 @@ class RowCard(AtRow):
     def sentence(self) -> str:
         """Returns HTML, one sentence on the position that the row predicts: the draft tokens, their verdicts, the
         committed token, and the layers that predicted each token in the recorded readings. For a row that was fed a
-        rejected or given-up draft token: that token, and the last layer's first choice."""
+        rejected or abandoned draft token: that token, and the last layer's first choice."""
         tables, request = self.tables, self.request
         row = None if self.question.get("row") is None else self.row
         position = self.position if row is None else int(row.position)
