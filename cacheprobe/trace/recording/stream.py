@@ -101,8 +101,8 @@ class Stream:
             self._steps.close()
 
     def cancel(self, request_id: int) -> None:
-        """Asks a request to end at the next round of the run. Its draft is abandoned; its committed tokens stay. Raises:
-        KeyError for an unknown request."""
+        """Asks a request to end at the next round of the run. Its draft is abandoned; its committed tokens stay.
+        Raises: KeyError for an unknown request."""
         self._require(request_id)
         self._states[request_id].is_cancel_requested = True
 

@@ -45,8 +45,8 @@ def reads_and_predicts(position: SupportsIndex) -> str:
 
 def column_words(column: TableLine) -> str:
     """Returns text on one row of the trace, not escaped, such as "read 2 → predicts 4": its input token and the token
-    committed next (not what the row predicted). If the row was fed a rejected draft token, one after it, or an abandoned
-    one, or if no token was committed next, the text says so instead.
+    committed next (not what the row predicted). The text says so instead if no token was committed next, or if the row
+    was fed a rejected draft token, one after it, or an abandoned one.
 
     column: a line of the hypotheses table.
     """
