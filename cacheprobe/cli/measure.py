@@ -9,6 +9,8 @@ from types import ModuleType
 
 from cyclopts import App
 
+from cacheprobe.core.values import JsonDict
+
 bench = App(name="bench", help="Measure, in one process, and print ratios of medians.", help_format="plaintext")
 
 
@@ -53,7 +55,7 @@ def compare(old: Path, new: Path) -> int:
         Another file of the same benchmark.
     """
     comparison = _benchmarks_module("compare")
-    before, after = (loads(path.read_text(encoding="utf-8")) for path in (old, new))
+    before, after = (_read_result(path) for path in (old, new))
     changes = comparison.compare(before, after)
     print(comparison.table(changes))
     for line in comparison.elsewhere(before, after):
@@ -68,6 +70,13 @@ def _benchmarks_module(name: str) -> ModuleType:
         if missing.name != "cacheprobe_benchmarks":
             raise
         raise ValueError("the benchmarks are not installed; run from a checkout with pip install -e .") from None
+
+
+def _read_result(path: Path) -> JsonDict:
+    try:
+        return dict(loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read as a result of a benchmark: {error}") from None
 
 
 findings = App(name="findings", help="List published results, or measure one again.", help_format="plaintext")

@@ -85,6 +85,8 @@ class TunedLens:
             else:
                 about: dict[str, Json] = {"made_by": "the tuned-lens package", "config": config}
                 lens = cls(*read_package_artefact(directory, config, model), unembedding_sha256(model), about)
+        except LensError:
+            raise
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             raise LensError(f"{directory} is no whole tuned lens ({error!s:.300}); train it again") from error
         lens.check(model)

@@ -85,8 +85,8 @@ def test_logits_may_be_changed_otherwise() -> None:
         ("mixtral", dict(experts=range(5), layers=1), "1 experts remain, and 2 compute each token; ablate fewer"),
         ("mixtral", dict(experts=0, layers=3), "unknown layer 3"),
         ("deepseek-v3", dict(experts=0, layers=0), r"layer 0 has no experts; layers with experts: \[1, 2\]"),
-        ("mixtral", dict(experts=-1, layers=0), "experts must be one or more numbers from 0 on"),
-        ("mixtral", dict(experts=[], layers=0), "experts must be one or more numbers from 0 on"),
+        ("mixtral", dict(experts=-1, layers=0), "an expert must be a whole number of at least 0"),
+        ("mixtral", dict(experts=[], layers=0), "experts is empty"),
         ("mixtral", dict(experts=0, layers=[]), "layers is empty"),
     ],
 )

@@ -234,8 +234,8 @@ def test_a_snapshot_of_a_prompt_has_no_state_of_its_last_token() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(positions=[1.5]), "a position must be a whole number, got 1.5"),
-        (dict(steps=2.0), "a step must be a whole number, got 2.0"),
+        (dict(positions=[1.5]), "one of positions must be a whole number of at least 0, got 1.5"),
+        (dict(steps=2.0), "one of steps must be a whole number of at least 0, got 2.0"),
         (dict(layer=True), "layer must be a whole number, got True"),
         (dict(request_id=[0, 1]), r"request_id must be a whole number, got \[0, 1\]"),
         (dict(site="T", head=0.5), "head must be a whole number, got 0.5"),
