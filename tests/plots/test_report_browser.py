@@ -52,8 +52,11 @@ def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme
         assert page.evaluate(columns) == (4 if width == 1280 else 1)
         widths = "[figure.id, figure.clientWidth, Number(figure.querySelector('.main-svg').getAttribute('width'))]"
         figures = f"[...document.querySelectorAll('.js-plotly-plot')].map(figure => {widths})"
-        page.wait_for_function(f"{figures}.every(([, place, drawn]) => place === drawn)", timeout=5000)
-        drawn = page.evaluate(figures)
+        for _ in range(50):  # the page forbids what Playwright's own waiting needs
+            drawn = page.evaluate(figures)
+            if all(place == width_drawn for _, place, width_drawn in drawn):
+                break
+            page.wait_for_timeout(100)
         assert [name for name, *_ in drawn] == ["drafts", "prediction_depth"]
         assert all(place == width_drawn for _, place, width_drawn in drawn), drawn
         keep_picture(page, f"report-{width}-{scheme}")

@@ -41,7 +41,7 @@ def test_a_cache_edit_that_returns_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("out", [5, True, b"x", ["x"], float("nan")])
 def test_a_sweep_goes_to_a_path(out: object) -> None:
-    with pytest.raises(ValueError, match="out must be the path or address of a folder, got"):
+    with pytest.raises(ValueError, match="out must be the path of a folder, as a text"):
         cp.sweep("data/sweeps/coin-flip.yaml", out=out)
 
 

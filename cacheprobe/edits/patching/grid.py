@@ -68,7 +68,7 @@ class PatchingGrid:
             for name in ("layer", "position", "token", grid.meta["value"]):
                 grid.table[name]
             return grid
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no patching grid ({error!r:.80}); give a file that PatchingGrid.save wrote"
             ) from error
