@@ -259,11 +259,11 @@ def test_processes_fill_one_table_together(tmp_path) -> None:
 
 
 def test_unknown_presets_and_arms_are_named() -> None:
-    with pytest.raises(ModelError, match="coin-flip"):
+    with pytest.raises(ValueError, match="coin-flip"):
         preset_of("chess", "tiny")
-    with pytest.raises(ModelError, match="tiny"):
+    with pytest.raises(ValueError, match="tiny"):
         preset_of("coin-flip", "huge")
-    with pytest.raises(ModelError, match="no_feedback"):
+    with pytest.raises(ValueError, match="no_feedback"):
         preset_of("coin-flip", "tiny").config("fast", 10)
 
 
