@@ -79,7 +79,8 @@ class RunPlan:
         return {**meta, "path_reason": self.path_reason, **interventions}
 
     def missing_answers(self) -> dict[str, str]:
-        """Returns, by a text that names the request, why the first tokens of its task's answers are unknown."""
+        """Returns a dict from "answers of request N" to the reason why the first tokens of its task's possible answers
+        are unknown. Has only requests whose task failed or gave what is no token."""
         return {f"answers of request {number}": why for number, (_, why) in self._answers.items() if why}
 
     def fingerprint(self) -> Fingerprint:

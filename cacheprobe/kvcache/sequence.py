@@ -170,7 +170,7 @@ class SequenceState:
 
     def admit(self, cache: KVCache, order: int = 0) -> None:
         """Gives a waiting or preempted request a free cache row and the status prefilling. order: number of this
-        admission in the run."""
+        admission in the run. Raises: StatusError for another status; CacheIntegrityError if no cache row is free."""
         self.become(Status.PREFILLING)
         self.cache_row, self.cache, self.admitted_at = cache.allocate(), cache, order
 

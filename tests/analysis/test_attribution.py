@@ -159,7 +159,7 @@ def test_what_does_not_fall_into_parts_is_refused() -> None:
         (dict(), "say which row"),
         (dict(position=99), "request 0 has no canonical row at position 99"),
         (dict(row=10**6), "request 0 has no row 1000000"),
-        (dict(position=7, token=97), "token id 97 is outside the vocabulary of 97"),
+        (dict(position=7, token=97), "give text, or token ids below 97, got"),
     ):
         with pytest.raises(ValueError, match=message):
             cp.analysis.attribution(trace, 0, **wrong)

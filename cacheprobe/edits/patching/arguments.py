@@ -61,8 +61,8 @@ def as_pair(model: CachedLM, clean: Prompt, corrupt: Prompt) -> tuple[tuple[int,
 
 
 def patched_place(site: str, heads: bool) -> str:
-    """Returns the site whose states are patched: that of single heads, or `site`. Raises: ValueError for a site that
-    `activation` does not support, and for heads at another site than T."""
+    """Returns the site whose states are patched: "z" for single heads at T, else `site`. Raises: ValueError for a site
+    that `activation` does not support, and for heads at a site other than T and recurrent."""
     require_one_of("site", site, (*PATCHED_SITES, RECURRENT))
     if heads and site not in ("T", RECURRENT):
         raise ValueError(f"site {site} has no heads, only T and {RECURRENT} do; leave out heads=, or use site='T'")

@@ -160,7 +160,8 @@ def _stacked(states: LabelledStates, site: str, layers: list[int], indices: np.n
 
 
 class _PlaceData:
-    """Holds the examples of one place: classes, groups, folds, control tasks."""
+    """Holds the examples of one place (site, layer, position in the text): their classes, groups and folds, and the
+    random labels of the control tasks."""
 
     def __init__(self, lines: pd.DataFrame, folds: int, controls: int, seed: int) -> None:
         self.classes, self.truth = np.unique(lines.label.astype(str).to_numpy(), return_inverse=True)

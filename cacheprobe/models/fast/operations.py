@@ -141,8 +141,8 @@ class Operations:
 
 class QueuedOperations(Operations):
     """Computes norms, products, rotations, gates, sums, cache writes and the attention of few tokens in compiled loops.
-    Operations are queued, and computed when many are, before attention of many tokens and activations other than SiLU,
-    which torch computes, and at the end.
+    Operations wait in a queue, which is computed at `finish`, at an attention if the queue is long, and before what
+    torch computes: the attention of many tokens, and activations other than SiLU.
 
     Twin: `Operations`, close: each result is rounded alike, but sums have another order.
     """

@@ -170,8 +170,9 @@ class StepForward:
         return torch.cat([torch.cat(lane.outputs, dim=1) for lane in lanes])[order]
 
     def _lanes(self, count: int, places: RecurrentPlaces) -> list[_Lane]:
-        """Returns the lanes of a pass with `count` batch indices, with the states before its first token: one for each
-        cache row, or one for all that continue a shared prefix."""
+        """Returns the lanes of a pass with `count` batch indices, with the states before its first token. One for all
+        if the memory takes no new states (they continue a shared prefix); else one for each cache row, of which only
+        the last of these states is kept."""
         memory, layer = places.memory, self.layer
         if not memory.is_written:
             before = memory.after(layer, places.rows[0], places.starts[0] - 1)

@@ -149,7 +149,7 @@ class PlainSites:
             earlier.append(value if factor == 1 else value * factor)
 
         def forget(*given: object) -> None:
-            """Drops what a pass that failed inside the block has left."""
+            """Empties `earlier` before the block runs: a pass that failed inside the block may have left values."""
             earlier.clear()
 
         last = parts[-1]

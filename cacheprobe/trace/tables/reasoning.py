@@ -21,13 +21,15 @@ _WHITE_SPACE = "".join(map(visible, " \n\r\t\u00a0"))
 def reasoning_spans(trace: "Trace", begin: str = "<think>", end: str = "</think>") -> pd.DataFrame:
     """Returns a DataFrame with one line for each span of reasoning in the model's own turns, tags left out.
 
-    The model's turns are the generated text up to its first special token, the end of the prompt that the chat template
-    opens it with, and, of a `cp.Chat`, its earlier turns. Tags in another's words open nothing.
+    The model's turns are the earlier ones of a `cp.Chat`, and the last one. The last turn begins in the prompt, with
+    the tokens by which the chat template opens it, and ends at the first special token of the generated text. Tags in
+    the text of a user or system are ignored.
 
     Columns: request_id; span (0 is the first of the request); first_position and end_position (absolute; the end is not
-    part of it); num_tokens; is_closed, False if the end tag is missing. A token that holds a tag and more is no part.
-    An end tag without begin tag ends a span that began with the turn, or with its generated text.
-    begin, end: tags as they are in the text, of one token or several.
+    part of it); num_tokens; is_closed, False if the end tag is missing. A token that holds a tag and other text is not
+    in the span. If an end tag has no begin tag, its span begins at the first generated token; in an earlier turn, at
+    the turn's first token.
+    begin, end: tags as they are in the text, of one token or several.  Raises: ValueError for an empty tag.
     Twin: tests.twins.measures_slowly.reasoning_slowly, ==.
     """
     if not begin or not end:

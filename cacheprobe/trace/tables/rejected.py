@@ -100,8 +100,9 @@ def _drafter_layers(rows: pd.DataFrame, table: pd.DataFrame) -> pd.api.extension
 
 
 def layers_that_decided(table: pd.DataFrame, readings: pd.DataFrame) -> pd.DataFrame:
-    """Returns flip_layer and both margins of each line, from the readings of the verify row that judged the draft: a
-    DataFrame with the index of `table`, null for a line whose row has no reading.
+    """Returns a DataFrame with the index of `table` and the columns flip_layer, margin_nats and margin_at_least_nats
+    that `Trace.rejected` defines, from the readings of the verify row that judged the draft. All three are null if that
+    row has no reading.
 
     table: from `rejected_drafts`.  readings: with `DECIDING_COLUMNS`.
     """

@@ -36,7 +36,7 @@ RATE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class TokensSoFar:
-    """Counts the tokens of a run that is recorded to disk."""
+    """Holds the progress of a run that is recorded to disk: its tokens so far, the most it can have, and its rate."""
 
     num_tokens: int
     most_tokens: int

@@ -77,13 +77,13 @@ def insight(
     readings: pd.DataFrame, rows: pd.DataFrame, outcomes: Sequence[TokenOutcome], token_texts: Mapping[int, str],
     *, step: int | None = None,
 ) -> str:  # fmt: skip
-    """Returns, as plain text, what became of the tokens at one position: the draft, its verdict, the committed token,
-    and the layers whose first choice each of them was.
+    """Returns plain text about one position: the draft token, its verdict, the committed token, and at which layers
+    each of them was the first choice.
 
-    readings: lines of the hypotheses table of the predicting row; if empty, layers are not mentioned.  rows: all rows
-    at the position of that row, which show at which layer an early drafter stopped.  outcomes: the tokens, from
-    `outcomes_at`.  step: the step that computed the row: tokens that this step drafted or judged are then described;
-    by default the last draft token that was rolled back is.
+    readings: lines of the hypotheses table of the predicting row; if empty, or if nothing was committed, layers are not
+    mentioned.  rows: all rows at the position of that row, which show at which layer an early drafter stopped.
+    outcomes: the tokens, from `outcomes_at`.  step: describes the tokens that this step drafted or judged. Without it,
+    describes the last draft token that was rolled back, if any, and the committed token.
     """
     lost = next((token for token in reversed(outcomes) if token.outcome == "rolled_back"), None)
     if step is not None:

@@ -326,9 +326,9 @@ def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
 
 
 def report_phases(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, Phases]]:
-    """Yields (name, title, `Phases`: one drawn panel for each) for the best verify windows of one request:
-    "accepted-whole", whose draft was accepted whole, and "rolled-back", with a rollback. A name without an example is
-    left out.
+    """Yields (name, title, `Phases`: one drawn panel for each) for up to two verify windows of one request.
+    "accepted-whole": the longest draft that was accepted whole. "rolled-back": a window with a rollback; a partly
+    accepted draft is preferred, then the longest. A name without an example is left out.
 
     For a request without verify windows, yields ("decoded", title, Phases), unless no token was committed.
     Raises: ValueError for a request without events.
