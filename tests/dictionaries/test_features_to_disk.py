@@ -68,7 +68,7 @@ def test_they_are_read_while_the_run_grows(tmp_path: Path) -> None:
     settings |= {"drafter": cp.drafters.EarlyExit(layer=1), "dictionary": mine, "capture": "S"}
     stream, numbers = cp.stream(loaded(), PROMPTS, **settings, out=tmp_path / "run"), []
     for number, _ in enumerate(stream):
-        if number % 20 or read_journal(tmp_path / "run") is None:
+        if number % 10 or read_journal(tmp_path / "run") is None:
             continue
         growing = cp.load_trace(tmp_path / "run")
         features = growing.features()
