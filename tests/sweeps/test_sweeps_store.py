@@ -120,6 +120,7 @@ def test_a_killed_sweep_goes_on_to_the_same_bytes(number: int, serial: Path, tmp
     assert not (tmp_path / "s" / ".staging").exists()
 
 
+@pytest.mark.slow
 def test_the_cell_of_a_killed_ray_worker_is_run_again(serial: Path, tmp_path: Path) -> None:
     """Ray, which the sweep starts itself, starts another worker; without retries, the cell is reported."""
     with sweep_in_process(tmp_path, "--backend", "ray", "--workers", "1") as driver:
