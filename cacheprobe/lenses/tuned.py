@@ -9,14 +9,14 @@ from typing import ClassVar, cast
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import Json
 from cacheprobe.lenses.base import Lens, LensError, require_made_for, unembedding_sha256
-from cacheprobe.lenses.dictionaries.files import read_json, read_tensors
+from cacheprobe.lenses.dictionaries.files import read_json, read_torch_weights, safetensors_shapes
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.by_layer import product_by_layer
 
@@ -77,18 +77,14 @@ class TunedLens:
         """
         directory = Path(directory)
         config = require_tuned_lens(directory)
-        try:
-            if config.get("kind") == _KIND:
-                tensors = read_tensors(directory / TRANSLATORS)
-                weights, biases = (tensors[name].to(model.device) for name in ("weights", "biases"))
-                lens = cls(weights, biases, str(config["unembedding_sha256"]), cast("dict[str, Json]", config["about"]))
-            else:
-                about: dict[str, Json] = {"made_by": "the tuned-lens package", "config": config}
-                lens = cls(*read_package_artefact(directory, config, model), unembedding_sha256(model), about)
-        except LensError:
-            raise
-        except (OSError, KeyError, ValueError, RuntimeError) as error:
-            raise LensError(f"{directory} is no whole tuned lens ({error!s:.300}); train it again") from error
+        if config.get("kind") == _KIND:
+            tensors = load_file(directory / TRANSLATORS)
+            weights, biases = (tensors[name].to(model.device) for name in ("weights", "biases"))
+            lens = cls(weights, biases, str(config["unembedding_sha256"]), cast("dict[str, Json]", config["about"]))
+        else:
+            tensors = read_package_artefact(directory, config, model)
+            about: dict[str, Json] = {"made_by": "the tuned-lens package", "config": config}
+            lens = cls(*tensors, unembedding_sha256(model), about)
         lens.check(model)
         return lens
 
@@ -129,21 +125,41 @@ class TunedLens:
 
 
 def require_tuned_lens(directory: Path) -> dict[str, Json]:
-    """Returns the config of the tuned lens in a directory, as a dict. Checks first that a file of weights exists.
+    """Returns the config of the tuned lens in a directory, as a dict. Checks first that a file of weights exists and,
+    for a lens that cacheprobe wrote, has the shapes of the config.
 
-    Raises: LensError for a directory without a lens.
+    Raises: LensError for a directory without a lens, or with a broken one.
     """
     try:
         config = read_json(directory / CONFIG)
-        is_ours = config.get("kind") == _KIND and config.get("version") == _VERSION
-        if not is_ours and config.get("lens_type") != "linear_tuned_lens":
-            raise ValueError(f"its kind or lens_type is {config.get('kind', config.get('lens_type'))!r}")
-        (directory / (TRANSLATORS if is_ours else PACKAGE_TRANSLATORS)).stat()
     except (OSError, ValueError) as error:
         raise LensError(
-            f"{directory} holds no tuned lens ({error!s:.200}); write one with cacheprobe train tuned-lens --out DIR"
+            f"{directory} holds no tuned lens ({error!s:.120}); write one with cacheprobe train tuned-lens --out DIR"
         ) from error
+    if config.get("kind") == _KIND:
+        _require_whole(directory, config)
+    elif (kind := config.get("lens_type")) != "linear_tuned_lens":
+        raise LensError(f"{directory}: lens_type is {kind!r}; only linear_tuned_lens can be read")
+    elif not (directory / PACKAGE_TRANSLATORS).is_file():
+        raise LensError(f"{directory} is no whole tuned lens: it has no {PACKAGE_TRANSLATORS}")
     return config
+
+
+def _require_whole(directory: Path, config: dict[str, Json]) -> None:
+    """Raises: LensError if a lens that cacheprobe wrote is of another version, or if its file of weights is missing,
+    broken or does not fit the config."""
+    if config.get("version") != _VERSION:
+        raise LensError(f"{directory}: tuned lens of version {config.get('version')}, this release reads {_VERSION}")
+    try:
+        layers, width, unembedding = (config[name] for name in ("n_layers", "d_model", "unembedding_sha256"))
+        if not isinstance(layers, int) or not isinstance(width, int):
+            raise ValueError(f"n_layers is {layers!r} and d_model is {width!r}; both must be whole numbers")
+        shapes = safetensors_shapes(directory / TRANSLATORS)
+        wanted = {"weights": (layers - 1, width, width), "biases": (layers - 1, width)}
+        if shapes != wanted or not isinstance(unembedding, str) or not isinstance(config["about"], dict):
+            raise ValueError(f"expected {wanted} and the unembedding's SHA-256, got {shapes} and {unembedding!r:.16}")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise LensError(f"{directory} is no whole tuned lens ({error!s:.200}); train it again") from error
 
 
 def read_package_artefact(directory: Path, config: dict[str, Json], model: CachedLM) -> tuple[Tensor, Tensor]:
@@ -153,18 +169,32 @@ def read_package_artefact(directory: Path, config: dict[str, Json], model: Cache
     That package's translators read inputs of layers. So translator i + 1 becomes that of layer i, and translator 0, for
     the embedding, is left out.
     Source: github.com/AlignmentResearch/tuned-lens 0.2.0, nn/lenses.py.
-    Raises: LensError for a lens of another unembedding; ValueError and KeyError for a file without its weights.
+    Raises: LensError for a lens of other shapes or another unembedding, and for a file that holds no weights.
     """
+    given = (config.get("num_hidden_layers"), config.get("d_model"))
+    if given != (model.n_layers, model.d_model):
+        raise LensError(
+            f"{directory}: it is for (layers, width) {given}, {model.name} has {model.n_layers, model.d_model}"
+        )
     here = package_unembedding_hash(model)
     if config.get("unembed_hash") != here:
         raise LensError(
             f"{directory}: it was made for the unembedding {config.get('unembed_hash')}, by the package's hash "
             f"{model.name} has {here}; take the model {config.get('base_model_name_or_path')} that it names"
         )
-    tensors, layers = read_tensors(directory / PACKAGE_TRANSLATORS), range(1, model.n_layers)
-    weights = torch.stack([tensors[f"{layer}.weight"].mT for layer in layers])
-    biases = torch.stack([tensors[f"{layer}.bias"] for layer in layers])
-    return weights.to(model.device), biases.to(model.device)
+    path = directory / PACKAGE_TRANSLATORS
+    try:
+        tensors = read_torch_weights(path)
+    except (OSError, ValueError) as error:
+        raise LensError(f"{path} holds no weights: {error!s:.200}") from error
+    layers, width = range(1, model.n_layers), model.d_model
+    wanted = {f"{layer}.weight": (width, width) for layer in layers} | {f"{layer}.bias": (width,) for layer in layers}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name in wanted}
+    if shapes != wanted:
+        name = next(name for name in wanted if shapes.get(name) != wanted[name])
+        raise LensError(f"{path}: {name} should be of shape {wanted[name]}, it is {shapes.get(name, 'missing')}")
+    weights = torch.stack([tensors[f"{layer}.weight"].float().T for layer in layers]).to(model.device)
+    return weights, torch.stack([tensors[f"{layer}.bias"].float() for layer in layers]).to(model.device)
 
 
 def package_unembedding_hash(model: CachedLM) -> str:

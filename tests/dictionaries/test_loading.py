@@ -40,7 +40,7 @@ def test_a_save_that_was_interrupted_leaves_nothing_that_loads(tmp_path: Path, m
     monkeypatch.setattr("cacheprobe.lenses.dictionaries.formats.write_json", stop)
     with pytest.raises(KeyboardInterrupt):
         random_dictionary(layer=2, seed=1).save(folder)
-    with pytest.raises(DictionaryError, match="a dictionary is a folder with one of cfg.json"):
+    with pytest.raises(DictionaryError, match="it holds none of cfg.json"):
         Dictionary.load(folder)
 
 

@@ -1,7 +1,10 @@
-"""Interventions that compute a state from itself: against a plain hook in an uncached forward, and what is refused; and
-steering vectors from files."""
+"""Interventions that compute a state from itself: against a plain hook in an uncached forward, against the oracle under
+traffic, and what is refused; and steering vectors from files."""
 
+import os
 import re
+import struct
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -58,8 +61,8 @@ CHANGES = {  # what makes the intervention, and a new state from an old one and 
 }
 
 
-AT = [("function", *place, "fast") for place in PLACES] + [("function", "T", 2, "bridge")]
-AT += [("ablate", "S", None, "fast"), ("project", "T", 2, "fast"), ("clamp", "S", None, "fast")]
+AT = [("function", *place, path) for place in PLACES for path in ("fast", "bridge")]
+AT += [(kind, site, head, "fast") for kind in ("ablate", "project", "clamp") for site, head in (("S", None), ("T", 2))]
 
 
 @pytest.mark.parametrize(("kind", "site", "head", "path"), AT, ids=str)
@@ -79,6 +82,26 @@ def test_a_run_equals_a_plain_hook_without_a_cache(kind: str, site: str, head: i
     plain = cp.run(loaded(), [PROMPTS[1], prompt], **LIGHT, **drafts)
     assert not close(plain.states("S", 2, 1)[2:5], states[2:5], 1e-2, because="the control: the change shows")
     assert plain.committed(0) == trace.committed(0)
+
+
+def test_deterministic_requests_equal_the_oracle_under_traffic() -> None:
+    """Preemptions, late arrivals and wrong drafts in bfloat16, where a sum over another shape would show."""
+    model = loaded(dtype=torch.bfloat16)
+    sampling = cp.SamplingParams(max_new_tokens=14)
+    prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[2], PROMPTS[4]]
+    requests = [cp.Request(prompt, sampling, arrival_step=2 * i) for i, prompt in enumerate(prompts)]
+    own = dict(own_fingerprint=True)
+    changes = (
+        ablate(directions(32), request_id=0, site="S", layers=[0, 1], **own),
+        function(turned, request_id=1, site="C", layers=1, positions=[3, 9, 12], **own),
+    )
+    settings = dict(**LIGHT, deterministic=[0, 1, 2], interventions=changes)
+    trace = cp.run(model, requests, max_kv_tokens=64, drafter=cp.drafters.EarlyExit(layer=1), **settings)
+    oracle = cp.reference(model, requests[:3], **settings)
+    assert [trace.digest(i) for i in range(3)] == [oracle.digest(i) for i in range(3)]
+    plain = cp.reference(model, requests[:3], **{**settings, "interventions": ()})
+    assert [trace.digest(i) == plain.digest(i) for i in range(3)] == [False, False, True]
+    assert trace.meta["preemptions"] and trace.num_rolled_back > 0
 
 
 def breaks(state: Tensor, context: cp.interventions.StateContext) -> Tensor:
@@ -114,7 +137,7 @@ def test_a_function_that_fails_ends_its_request_alone(f: Callable[..., Tensor], 
     assert trace.committed(1) == plain.committed(1)
 
 
-@pytest.mark.parametrize("position", [5, 8])
+@pytest.mark.parametrize("position", range(5, 10))
 def test_a_function_that_fails_while_a_draft_grows_ends_the_run(position: int) -> None:
     """The draft was dropped and decoded again without end, if it failed at a draft's second token or later. Committed
     tokens from before stay."""
@@ -204,7 +227,10 @@ def test_directions_are_part_of_the_fingerprint() -> None:
         (lambda where: clamp(torch.ones(32), 2, 1, **where), "low at most high; got low=2, high=1"),
         (lambda where: clamp(directions(32), 1, **where), "clamp: give one direction, got 2"),
         (lambda where: ablate(torch.ones(1, 2, 3), **where), r"directions must be \[w\] or \[k, w\]"),
-        (lambda where: clamp(directions(32)[0], float("nan"), **where), "low at most high; got low=nan"),
+        (
+            lambda where: clamp(directions(32)[0], float("nan"), **where),
+            "clamp: give finite low.*got low=nan",
+        ),
         (lambda where: function(turned, **{**where, "layers": []}), "so nothing would change"),
         (lambda where: ablate(directions(32), **{**where, "layers": ()}), "so nothing would change"),
         (lambda where: steer({}, request_id=0), "so nothing would change"),
@@ -219,13 +245,13 @@ def test_what_cannot_be_meant_is_refused(make: Callable, message: str) -> None:
         make(WHERE)
 
 
-def control_vector(path: Path, by_layer: dict[int, Tensor]) -> Path:
+def control_vector(path: Path, by_layer: dict[int, Tensor], prefix: str = "direction.") -> Path:
     """A file as repeng's `export_gguf` writes it."""
     writer = GGUFWriter(path, "controlvector")
     writer.add_string("controlvector.model_hint", "llama")
     writer.add_uint32("controlvector.layer_count", len(by_layer))
     for layer, vector in by_layer.items():
-        writer.add_tensor(f"direction.{layer}", vector.numpy())
+        writer.add_tensor(f"{prefix}{layer}", vector.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -253,13 +279,14 @@ def test_steering_adds_each_layers_vector(tmp_path: Path, kind: str) -> None:
     ("write", "message"),
     [
         (lambda path: save_file({"a": torch.ones(4)}, path), "key 'a' does not end in a layer's number"),
-        (
-            lambda path: save_file({"1": torch.ones(4), "x.1": torch.ones(4)}, path),
-            "that is there once",
-        ),
-        (lambda path: save_file({"1": torch.ones(4), "2": torch.ones(5)}, path), "all of one width, got"),
-        (lambda path: save_file({"1": torch.ones(1, 4)}, path), r"must be \[m\], .* got \[\(1, 4\)\]"),
-        (lambda path: path.write_bytes(b""), "no whole file of tensors"),
+        (lambda path: save_file({"1": torch.ones(4), "x.1": torch.ones(4)}, path), "layer 1 is there twice"),
+        (lambda path: save_file({"1": torch.ones(4), "2": torch.ones(5)}, path), r"the widths \[4, 5\]"),
+        (lambda path: save_file({"1": torch.ones(1, 4)}, path), r"must be \[m\], got \[1, 4\]"),
+        (lambda path: save_file({"1": torch.full((4,), float("inf"))}, path), "holds NaN or infinity"),
+        (lambda path: save_file({"1": torch.ones(4, dtype=torch.int32)}, path), "holds torch.int32"),
+        (lambda path: save_file({}, path), r"the vectors have the widths \[\]"),
+        (lambda path: path.write_bytes(b"\xff" * 64), "no whole safetensors file"),
+        (lambda path: path.write_bytes(b""), "no whole safetensors file"),
     ],
 )
 def test_files_without_steering_vectors_are_refused(tmp_path: Path, write: Callable, message: str) -> None:
@@ -275,7 +302,30 @@ def test_broken_control_vectors_are_refused(tmp_path: Path) -> None:
         part.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="part.gguf"):
             read_steering(part)
+    foreign = control_vector(tmp_path / "model.gguf", {1: torch.ones(64)}, prefix="blk.")
+    with pytest.raises(ValueError, match="tensor 'blk.1' is not named direction.LAYER"):
+        read_steering(foreign)
     with pytest.raises(ValueError, match="read from .gguf and .safetensors"):
         read_steering(tmp_path / "v.pt")
     with pytest.raises(FileNotFoundError):
         read_steering(tmp_path / "missing.gguf")
+
+
+def test_a_control_vector_that_promises_much_takes_little(tmp_path: Path) -> None:
+    """One key with a list of 10^12 numbers, of which none is there."""
+    key = b"a"
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q", len(key)) + key
+    (tmp_path / "list.gguf").write_bytes(header + struct.pack("<IIQ", 9, 0, 10**12))
+    (tmp_path / "keys.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 10**15, 10**15))
+    (tmp_path / "text.gguf").write_bytes(struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 2**60))
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    began = time.monotonic()
+    for name, message in (
+        ("list.gguf", "a list of 1000000000000 values"),
+        ("keys.gguf", "1000000000000000 tensors"),
+        ("text.gguf", "a text of"),
+        ("pipe.safetensors", "no plain file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_steering(tmp_path / name)
+    assert time.monotonic() - began < 5

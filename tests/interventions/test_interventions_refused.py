@@ -25,6 +25,7 @@ LIGHT = {**SMALL, "max_new_tokens": 6, "capture": "S"}
         (lambda: zero(**S1, head=1), "only sites T and recurrent have heads"),
         (lambda: zero(**S1, positions=[3, -1]), "one of positions must be a whole number of at least 0, got -1"),
         (lambda: zero(**S1, positions=[]), "positions is empty, so nothing would change"),
+        (lambda: zero(**S1, positions=[3, 3]), "one of positions is given twice"),
         (
             lambda: zero(**S1, phases="warm-up"),
             "unknown phase for zero 'warm-up'; choose one of prefill",

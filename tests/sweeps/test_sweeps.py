@@ -233,7 +233,7 @@ def test_a_cell_that_does_not_fit_its_model_fails_by_itself(tmp_path: Path) -> N
         "can stop after 0 to 2": {"drafter": "early_exit:layer=3"},
         "unknown layer 4": {"intervention": "zero:site=T,layer=4"},
         "prompt of 20": {"intervention": "zero:site=T,layer=1,positions=0-21"},
-        "made for the unembedding": {"lens": f"tuned:{PACKAGE}"},
+        "is for (layers, width)": {"lens": f"tuned:{PACKAGE}"},
         "128": {"task": "coin_flip:people=40"},
         "not in the task vocabulary": {"task": "boxes"},
     }

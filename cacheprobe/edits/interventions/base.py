@@ -144,8 +144,10 @@ class Intervention:
         for phase in self.phases or ():
             require_one_of(f"phase for {self.name}", phase, PHASES)
         for name in ("positions", "steps", "phases"):
-            if getattr(self, name) == ():
+            if (given := getattr(self, name)) == ():
                 raise ValueError(f"{self}: {name} is empty, so nothing would change; use None for all")
+            if given is not None and len(set(given)) != len(given):
+                raise ValueError(f"{self}: one of {name} is given twice; give each once")
         n, wanted = len(self.vectors), len(self.positions or ())
         if self.seed is None and n not in (1, wanted):
             raise ValueError(f"{self}: {n} vectors for {wanted or 'all'} positions; give one, or one for each")

@@ -6,18 +6,21 @@ hook point of TransformerLens, or a block as nnsight names it, which name the la
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Unpack, runtime_checkable
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cacheprobe.core.hook_names import RECURRENT, place_of
 from cacheprobe.core.records import Request
 from cacheprobe.edits.interventions.base import Acting, Intervention, OnRequest, Where, as_wide, checked_fields
-from cacheprobe.lenses.dictionaries.files import read_tensors
+from cacheprobe.lenses.dictionaries.files import first_bytes
 
 
 @runtime_checkable
@@ -70,7 +73,7 @@ def mean(states: Tensor, **where: Unpack[Where]) -> Intervention:
     The mean is computed in float32, or in float64 for float64 states.
     Source: mean ablation of Wang et al. 2022 (arXiv 2211.00593), section 2.1.
     """
-    return _intervention("mean", "replace", as_wide(states).mean(0), where)
+    return _intervention("mean", "replace", as_wide(_checked_states(states, "mean")).mean(0), where)
 
 
 def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Intervention:
@@ -80,7 +83,7 @@ def resample(states: Tensor, *, seed: int = 0, **where: Unpack[Where]) -> Interv
 
     Source: resample ablation of causal scrubbing (Chan et al. 2022).
     """
-    return _intervention("resample", "replace", states, where, seed)
+    return _intervention("resample", "replace", _checked_states(states, "resample"), where, seed)
 
 
 def _intervention(name: str, action: str, vectors: Tensor, where: Where, seed: int | None = None) -> Intervention:
@@ -133,6 +136,8 @@ def swap(
             f"swap: the prompts of requests {a} and {b} have {lengths[0]} and {lengths[1]} tokens, so their positions "
             "do not mean the same; use prompts of one length, or replace() with the states that you mean"
         )
+    if site == "pre":
+        raise ValueError("swap: a trace keeps sites S, T, C and recurrent, and z of heads; swap one of those")
     if fields.get("positions") is None:
         raise ValueError("swap: say which positions= to swap, such as range(4, 9)")
     if trace.meta.get("interventions"):
@@ -148,11 +153,8 @@ def swap(
             states = trace.states(*blank.place, source)
         else:
             states = trace.heads(*blank.place, source)
-            if site == RECURRENT and states.dtype.itemsize < torch.float32.itemsize:
-                raise ValueError(
-                    f"swap: the recurrent states were recorded in {states.dtype}, which would round them; record them "
-                    'with CaptureConfig(heads=("recurrent",), dtype="float32")'
-                )
+            if site == RECURRENT:
+                _check_recurrent(trace, layer, source, states)
             states = states.flatten(1) if blank.head is None else states[:, blank.head]
         if max(blank.positions) >= len(states):
             raise ValueError(
@@ -165,7 +167,38 @@ def swap(
     return one(a, b), one(b, a)
 
 
-_KEY = re.compile(r"(?:\D*\.)?(\d{1,4})")
+def _check_recurrent(trace: RecordedStates, layer: int, request_id: int, states: Tensor) -> None:
+    """Raises: ValueError if the states [p, h, d] that a trace holds of a layer are of none, or rounded to 16 bits."""
+    if bool(states.isnan().all()):
+        capture = trace.meta["capture"]
+        layers = capture["layers"] if isinstance(capture, Mapping) else ()
+        kept = [n for n in layers if not bool(trace.heads(RECURRENT, n, request_id).isnan().all())]
+        raise ValueError(
+            f"swap: layer {layer} has no recurrent state; layers with one: {', '.join(map(str, kept)) or 'none'}"
+        )
+    if states.dtype.itemsize < torch.float32.itemsize:
+        raise ValueError(
+            f"swap: the recurrent states were recorded in {states.dtype}, and the cache may keep float32, which a swap "
+            'would round; record them with CaptureConfig(heads=("recurrent",), dtype="float32")'
+        )
+
+
+def _checked_states(states: Tensor, what: str) -> Tensor:
+    """Returns `states` unchanged. Raises: ValueError unless the tensor is [n, m] with n >= 1."""
+    if states.dim() != 2 or not len(states):
+        raise ValueError(f"{what}: states must be [n, m] with at least one row, got {list(states.shape)}")
+    return states
+
+
+GGUF_KEY = re.compile(r"direction\.(\d{1,4})")
+KEY = re.compile(r"(?:\D*\.)?(\d{1,4})")
+MOST_KEYS, MOST_LETTERS = 10_000, 2**20
+"""Of a gguf file's header."""
+_TEXT, _LIST = 8, 9
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1}
+"""By the number of a value's type; the others take 8."""
+MOST_NUMBERS = 2**28
+"""In one file, 1 GiB in float32: more is no steering vector."""
 
 
 def read_steering(path: "str | Path") -> dict[int, Tensor]:
@@ -174,30 +207,90 @@ def read_steering(path: "str | Path") -> dict[int, Tensor]:
     path: a .gguf file as repeng's `ControlVector.export_gguf` and llama.cpp write it, with tensors direction.LAYER; or
     a .safetensors file whose keys end in a layer's number, such as "12" or "layer.12".
     Source: github.com/vgel/repeng, ControlVector.export_gguf.
-    Raises: ValueError for a file of another kind, a broken one, keys without a layer, a layer that is there twice, and
-    tensors that are not [m] of one width; OSError for a file that cannot be opened.
+    Raises: ValueError for a file of another kind, a broken one, keys without a layer, a layer that is there twice,
+    tensors that are not [m], vectors of different widths, and numbers that are not finite; OSError for a file that
+    cannot be opened.
     """
     path = Path(path)
-    readers = {".gguf": _gguf, ".safetensors": read_tensors}
+    readers = {".gguf": _gguf, ".safetensors": _safetensors}
     if path.suffix not in readers:
         raise ValueError(f"{path}: steering vectors are read from .gguf and .safetensors files")
-    path.stat()  # a file that is not there gives its own error
+    first_bytes(path, 1)  # a file that is not there gives its own error
     vectors: dict[int, Tensor] = {}
-    for name, vector in readers[path.suffix](path).items():
-        if (found := _KEY.fullmatch(name)) is None or int(found[1]) in vectors:
-            raise ValueError(f"{path}: key {name!r:.60} does not end in a layer's number that is there once")
-        vectors[int(found[1])] = vector
-    shapes = sorted({tuple(vector.shape) for vector in vectors.values()})
-    if len(shapes) != 1 or len(shapes[0]) != 1:
-        raise ValueError(f"{path}: vectors must be [m], all of one width, got {shapes}")
+    for layer, vector in readers[path.suffix](path):
+        if layer in vectors:
+            raise ValueError(f"{path}: layer {layer} is there twice")
+        if vector.dim() != 1 or not vector.numel():
+            raise ValueError(f"{path}: the vector of layer {layer} must be [m], got {list(vector.shape)}")
+        if not bool(torch.isfinite(vector).all()):
+            raise ValueError(f"{path}: the vector of layer {layer} holds NaN or infinity")
+        vectors[layer] = vector
+    widths = sorted({len(vector) for vector in vectors.values()})
+    if len(widths) != 1:
+        raise ValueError(f"{path}: the vectors have the widths {widths}, which must be one")
     return dict(sorted(vectors.items()))
 
 
-def _gguf(path: Path) -> dict[str, Tensor]:
+def _safetensors(path: Path) -> Iterator[tuple[int, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():
+                if (found := KEY.fullmatch(key)) is None:
+                    raise ValueError(f"{path}: key {key!r:.60} does not end in a layer's number")
+                if math.prod(file.get_slice(key).get_shape()) > MOST_NUMBERS:
+                    raise ValueError(f"{path}: {key} holds more than {MOST_NUMBERS} numbers")
+                tensor = file.get_tensor(key)
+                if not tensor.is_floating_point():
+                    raise ValueError(f"{path}: {key} holds {tensor.dtype}, not floating-point numbers")
+                yield int(found[1]), tensor.float()
+    except (SafetensorError, OverflowError) as error:
+        raise ValueError(f"{path} is no whole safetensors file ({error!s:.120})") from error
+
+
+def _gguf(path: Path) -> Iterator[tuple[int, Tensor]]:
     from gguf import GGUFReader, dequantize
 
     try:
+        _require_short_header(path)
         tensors = GGUFReader(path).tensors
-        return {one.name: torch.from_numpy(dequantize(one.data, one.tensor_type).copy()).float() for one in tensors}
     except Exception as error:  # the reader has no class of errors of its own
         raise ValueError(f"{path} is no whole gguf file ({type(error).__name__}: {error!s:.120})") from error
+    if sum(int(tensor.n_elements) for tensor in tensors) > MOST_NUMBERS:
+        raise ValueError(f"{path} holds more than {MOST_NUMBERS} numbers: it is a model, not a steering vector")
+    for tensor in tensors:
+        if (found := GGUF_KEY.fullmatch(tensor.name)) is None:
+            raise ValueError(f"{path}: tensor {tensor.name!r:.60} is not named direction.LAYER: no control vector")
+        try:
+            numbers = dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise ValueError(f"{path}: {tensor.name} is of a type that is not read ({error!s:.80})") from error
+        yield int(found[1]), torch.from_numpy(numbers.copy()).float()
+
+
+def _require_short_header(path: Path) -> None:
+    """Raises: ValueError if a gguf file's header promises more keys, tensors or values of a list than a control vector
+    has; the library would read as many. struct.error for a truncated header."""
+    with path.open("rb") as file:
+
+        def number(form: str) -> int:
+            (value,) = struct.unpack(f"<{form}", file.read(struct.calcsize(form)))
+            return value
+
+        def text() -> None:
+            if (length := number("Q")) > MOST_LETTERS:
+                raise ValueError(f"a text of {length} bytes")
+            file.seek(length, 1)
+
+        file.seek(8)  # the mark and the version
+        tensors, keys = number("Q"), number("Q")
+        if max(tensors, keys) > MOST_KEYS:
+            raise ValueError(f"{tensors} tensors and {keys} keys")
+        for _ in range(keys):
+            text()
+            kind, count = number("I"), 1
+            if kind == _LIST:
+                kind, count = number("I"), number("Q")
+            if count > MOST_KEYS or kind == _LIST:
+                raise ValueError(f"a list of {count} values")
+            for _ in range(count):
+                text() if kind == _TEXT else file.seek(_VALUE_BYTES.get(kind, 8), 1)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cacheprobe.core.hook_names import site_of_hook
-from cacheprobe.core.values import Json, flag, require_one_of, whole_number
+from cacheprobe.core.values import Json, whole_number
 
 STANDARD, GATED, TOPK, JUMPRELU = "standard", "gated", "topk", "jumprelu"
 TRANSCODERS = {
@@ -18,6 +18,8 @@ TRANSCODERS = {
 ARCHITECTURES = (STANDARD, GATED, TOPK, JUMPRELU, *TRANSCODERS)
 NORMALISATIONS = ("none", "expected_average_only_in", "constant_norm_rescale", "layer_norm")
 """SAELens' names. `expected_average_only_in` is a factor that is folded into the weights, so nothing is left to do."""
+WIDEST = 2**26
+"""Largest number of inputs or features that a config may name."""
 
 
 class DictionaryError(ValueError):
@@ -26,7 +28,7 @@ class DictionaryError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class DictionaryConfig:
-    """Holds the settings of a dictionary, by SAELens' names. Raises: ValueError for values that SAELens lacks."""
+    """Holds the settings of a dictionary, by SAELens' names. Raises: DictionaryError for values that SAELens lacks."""
 
     architecture: str
     d_in: int
@@ -53,13 +55,22 @@ class DictionaryConfig:
     """Further entries of the file's config, such as the model's name."""
 
     def __post_init__(self) -> None:
-        require_one_of("architecture", self.architecture, ARCHITECTURES)
+        if self.architecture not in ARCHITECTURES:
+            raise DictionaryError(
+                f"unknown architecture {self.architecture!r:.60}; cacheprobe reads {', '.join(ARCHITECTURES)}"
+            )
         for name in ("d_in", "d_sae", "d_out"):
-            whole_number(name, getattr(self, name), at_least=1)
-        require_one_of("normalize_activations", self.normalize_activations, NORMALISATIONS)
-        require_one_of("reshape_activations", self.reshape_activations, ("none", "hook_z"))
-        if self.architecture == TOPK and whole_number("k", self.k, at_least=1) > self.d_sae:
-            raise DictionaryError(f"k is {self.k}; a topk dictionary keeps 1 to {self.d_sae} features")
+            if not 1 <= _whole(name, getattr(self, name)) <= WIDEST:
+                raise DictionaryError(f"{name} is {getattr(self, name)!r:.60}; it must be 1 to {WIDEST}")
+        if self.normalize_activations not in NORMALISATIONS:
+            raise DictionaryError(
+                f"unknown normalize_activations {self.normalize_activations!r:.60}; cacheprobe reads "
+                f"{', '.join(NORMALISATIONS)}"
+            )
+        if self.reshape_activations not in ("none", "hook_z"):
+            raise DictionaryError(f"unknown reshape_activations {self.reshape_activations!r:.60}; it is none or hook_z")
+        if self.architecture == TOPK and not 1 <= _whole("k", self.k) <= self.d_sae:
+            raise DictionaryError(f"k is {self.k!r:.60}; a topk dictionary keeps 1 to {self.d_sae} features")
         if self.is_transcoder and self.apply_b_dec_to_input:
             raise DictionaryError("apply_b_dec_to_input must be false for a transcoder, whose bias is of its output")
         if not self.is_transcoder and self.d_out != self.d_in:
@@ -96,7 +107,7 @@ def config_of_saelens(stored: Mapping[str, Json], hook: str | None = None) -> Di
 
     hook: replaces the hook point that the file names.
     Source: SAELens 6.54, `handle_pre_6_0_config`, and the config classes in saes/.
-    Raises: ValueError for missing entries and for values that SAELens does not have.
+    Raises: DictionaryError for missing entries and for values that SAELens does not have.
     """
     metadata = stored.get("metadata")
     about: dict[str, Json] = dict(metadata) if isinstance(metadata, dict) else dict(stored)
@@ -107,29 +118,48 @@ def config_of_saelens(stored: Mapping[str, Json], hook: str | None = None) -> Di
         architecture = TOPK
     if architecture == TOPK and stored.get("k", kwargs.get("k")) is None and metadata is None:
         raise DictionaryError("a topk dictionary must name k")
-    in_file = about.get("hook_name", stored.get("hook_name", stored.get("hook_point")))
-    named = hook or (None if in_file is None else str(in_file))
-    hook_out = about.get("hook_name_out") if architecture in TRANSCODERS else None
+    named = hook or _text("hook_name", about.get("hook_name", stored.get("hook_name", stored.get("hook_point"))))
+    is_transcoder = architecture in TRANSCODERS
     normalisation = stored.get("normalize_activations")
     if isinstance(normalisation, bool) or normalisation is None:  # how versions below 6 said it
         normalisation = "expected_average_only_in" if normalisation else "none"
-    d_in = whole_number("d_in", stored.get("d_in"))
+    d_in = _whole("d_in", stored.get("d_in"))
     return DictionaryConfig(
         architecture=architecture,
         d_in=d_in,
-        d_sae=whole_number("d_sae", stored.get("d_sae")),
-        # 768 is SAELens' default
-        d_out=whole_number("d_out", stored.get("d_out", 768)) if architecture in TRANSCODERS else d_in,
+        d_sae=_whole("d_sae", stored.get("d_sae")),
+        d_out=_whole("d_out", stored.get("d_out", 768)) if is_transcoder else d_in,  # 768 is SAELens' default
         hook=named,
-        hook_out=None if hook_out is None else str(hook_out),
-        apply_b_dec_to_input=flag(
-            "apply_b_dec_to_input", stored.get("apply_b_dec_to_input", architecture not in TRANSCODERS)
-        ),
+        hook_out=_text("hook_name_out", about.get("hook_name_out")) if is_transcoder else None,
+        apply_b_dec_to_input=_flag(stored, "apply_b_dec_to_input", not is_transcoder),
         normalize_activations=str(normalisation),
         reshape_activations=str(
             stored.get("reshape_activations", "hook_z" if metadata is None and "hook_z" in (named or "") else "none")
         ),
-        k=whole_number("k", stored.get("k", kwargs.get("k", 100))) if architecture == TOPK else None,
-        rescale_acts_by_decoder_norm=bool(stored.get("rescale_acts_by_decoder_norm", False)),
+        k=_whole("k", stored.get("k", kwargs.get("k", 100))) if architecture == TOPK else None,
+        rescale_acts_by_decoder_norm=_flag(stored, "rescale_acts_by_decoder_norm", False),
         about=about,
     )
+
+
+def _whole(name: str, value: object) -> int:
+    """Returns a whole number. Raises: DictionaryError that names `name` for anything else."""
+    try:
+        return whole_number(name, value)
+    except ValueError as error:
+        raise DictionaryError(str(error)) from None
+
+
+def _text(name: str, value: object) -> str | None:
+    """Returns a text of at most 200 characters, or None. Raises: DictionaryError for anything else."""
+    if value is None or (isinstance(value, str) and len(value) <= 200):
+        return value
+    raise DictionaryError(f"{name} must be a short text, got {value!r:.60}")
+
+
+def _flag(stored: Mapping[str, Json], name: str, default: bool) -> bool:
+    """Returns an entry that is true or false. Raises: DictionaryError for anything else."""
+    value = stored.get(name, default)
+    if not isinstance(value, bool):
+        raise DictionaryError(f"{name} must be true or false, got {value!r:.60}")
+    return value

@@ -60,7 +60,7 @@ class Dictionary:
 
         hook: TransformerLens' name of the hook point, such as "blocks.3.hook_resid_post"; replaces that of the files.
         k, architecture: for a .pt file, which does not name its activation.
-        Nothing of the file but numbers is read: no code is run.
+        Nothing of the file but numbers is read: no code is run, and shapes are checked before numbers are read.
         Raises: DictionaryError for a missing, broken or unknown file, and for weights that are NaN or infinite.
         """
         try:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -47,20 +48,25 @@ class Said:
 
 def read_dictionary(path: Path, said: Said) -> Read:
     """Returns (config, tensors in float32) of a folder or a file. Raises: DictionaryError, which names the file."""
-    readers = {".pt": _torch_file, ".npz": _gemma_arrays, ".safetensors": _beside_config}
+    current = path
     try:
-        if path.suffix != ".pt" and (said.k, said.architecture) != (None, None):
-            raise ValueError("k= and architecture= are for .pt files; other files say both")
         if path.is_dir():
-            read = next((read for name, read in _FOLDERS.items() if (path / name).exists()), None)
-        else:
-            read = readers.get(path.suffix)
-        if read is None:
-            ends = f"a folder with one of {', '.join(_FOLDERS)}, or a file that ends with {', '.join(readers)}"
-            raise ValueError(f"a dictionary is {ends}")
-        return read(path, said)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DictionaryError(f"{path}: no dictionary could be read ({error!s:.300})") from error
+            if (said.k, said.architecture) != (None, None):
+                raise ValueError("k= and architecture= are for .pt files; the files of a folder say both")
+            for name, read in _FOLDERS.items():
+                current = path / name
+                if current.exists():
+                    return read(path, said)
+            current = path
+            raise ValueError(f"it holds none of {', '.join(_FOLDERS)}")
+        if path.suffix != ".pt" and (said.k, said.architecture) != (None, None):
+            raise ValueError("k= and architecture= are for .pt files; this one says both")
+        readers = {".pt": _torch_file, ".npz": _gemma_arrays, ".safetensors": _beside_config}
+        if path.suffix not in readers:
+            raise ValueError("a dictionary is a folder, or a file that ends with .pt, .npz or .safetensors")
+        return readers[path.suffix](path, said)
+    except (OSError, ValueError, MemoryError) as error:
+        raise DictionaryError(f"{current}: no dictionary could be read ({error!s:.300})") from error
 
 
 def shapes_of(config: DictionaryConfig) -> dict[str, tuple[int, ...]]:
@@ -78,9 +84,12 @@ def shapes_of(config: DictionaryConfig) -> dict[str, tuple[int, ...]]:
 def _saelens_folder(folder: Path, said: Said) -> Read:
     """Reads a folder that SAELens' `save_model` or `save_inference_model` wrote."""
     config = config_of_saelens(files.read_json(folder / CONFIG), said.hook)
-    tensors = files.read_tensors(folder / WEIGHTS)
-    if "scaling_factor" in tensors and not bool((tensors.pop("scaling_factor") == 1).all()):
-        raise ValueError("scaling_factor is not 1; versions of SAELens since 6 do not apply it")
+    path, wanted = folder / WEIGHTS, shapes_of(config)
+    extra = {name: (config.d_sae,) for name in ("scaling_factor",) if name in files.safetensors_shapes(path)}
+    tensors = files.read_safetensors(path, {**wanted, **extra})
+    for name in extra:
+        if not bool((tensors.pop(name) == 1).all()):
+            raise ValueError(f"{name} is not 1; versions of SAELens since 6 do not apply it")
     return config, tensors
 
 
@@ -96,54 +105,78 @@ def _beside_config(path: Path, said: Said) -> Read:
     return _gemma_tensors(path, files.read_json(path.parent / _SCOPE_CONFIG), said)
 
 
+def _gemma_tensors(path: Path, stored: Mapping[str, Json], said: Said) -> Read:
+    """Reads Gemma Scope 2's tensors. Source: SAELens 6.54, `gemma_3_sae_huggingface_loader`."""
+    if stored.get("architecture") != "jump_relu":
+        raise ValueError(f"unknown architecture {stored.get('architecture')!r:.60}; Gemma Scope has jump_relu")
+    shapes = files.safetensors_shapes(path)
+    if len(shapes.get("w_dec", ())) == 3:
+        raise ValueError("w_dec writes several layers; cross-layer transcoders are not read")
+    config = _gemma_config(path, shapes, stored, said)
+    wanted = {name: shapes_of(config)[ours] for name, ours in _SCOPE_NAMES.items()}
+    if config.has_skip:
+        wanted[_SKIP] = (config.d_in, config.d_out)
+    tensors = files.read_safetensors(path, wanted)
+    named = {ours: tensors[name] for name, ours in _SCOPE_NAMES.items()}
+    return config, named | ({"W_skip": tensors[_SKIP].T.contiguous()} if config.has_skip else {})
+
+
 def _gemma_arrays(path: Path, said: Said) -> Read:
     """Reads Gemma Scope's arrays for Gemma 2: `params.npz`, or its folder. Source: SAELens 6.54,
     `gemma_2_sae_huggingface_loader`."""
-    return _gemma_tensors(path / _SCOPE_ARRAYS if path.is_dir() else path, {"architecture": "jump_relu"}, said)
+    path = path / _SCOPE_ARRAYS if path.is_dir() else path
+    given = files.npz_shapes(path)
+    names = {name: _SCOPE_NAMES[name.lower()] for name in given if name.lower() in _SCOPE_NAMES}
+    config = _gemma_config(path, {name.lower(): shape for name, shape in given.items()}, {}, said)
+    arrays = files.read_npz(path, {name: shapes_of(config)[ours] for name, ours in names.items()})
+    if missing := set(shapes_of(config)) - set(names.values()):
+        raise ValueError(f"{min(missing)} is missing")
+    return config, {ours: arrays[name] for name, ours in names.items()}
 
 
-def _gemma_tensors(path: Path, stored: Mapping[str, Json], said: Said) -> Read:
-    """Reads Gemma Scope's tensors, whose hook points only the names of their folders say. Source: SAELens 6.54,
-    `gemma_3_sae_huggingface_loader`."""
-    if stored.get("architecture") != "jump_relu":
-        raise ValueError(f"unknown architecture {stored.get('architecture')!r:.60}; Gemma Scope has jump_relu")
-    named = {_SCOPE_NAMES.get(name.lower(), name): tensor for name, tensor in files.read_tensors(path).items()}
-    if _SKIP in named:
-        named["W_skip"] = named.pop(_SKIP).T.contiguous()
-    if lacking := [name for name in ("W_enc", "W_dec") if name not in named or named[name].dim() != 2]:
-        raise ValueError(f"{lacking[0]} must be a matrix, and one of several layers is not read")
-    (d_in, d_sae), d_out = named["W_enc"].shape, named["W_dec"].shape[1]
-    hook, hook_out = gemma_scope_hooks(str(path.absolute())) or (None, None)
+def _gemma_config(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Json], said: Said
+) -> DictionaryConfig:
+    """Returns the config of a Gemma Scope dictionary, whose hook points only the names of its folders say."""
+    encoder, decoder = shapes.get("w_enc", ()), shapes.get("w_dec", ())
+    if len(encoder) != 2 or len(decoder) != 2:
+        raise ValueError("w_enc and w_dec must be matrices")
+    hooks = gemma_scope_hooks(str(path.absolute())) or (None, None)
+    is_transcoder = hooks[1] is not None or decoder[1] != encoder[0]
     architecture = JUMPRELU
-    if hook_out is not None or d_out != d_in:
-        architecture = "jumprelu_skip_transcoder" if "W_skip" in named else "jumprelu_transcoder"
-    config = DictionaryConfig(
+    if is_transcoder:
+        architecture = "jumprelu_skip_transcoder" if _SKIP in shapes else "jumprelu_transcoder"
+    return DictionaryConfig(
         architecture=architecture,
-        d_in=d_in,
-        d_sae=d_sae,
-        d_out=d_out,
-        hook=said.hook or hook,
-        hook_out=hook_out,
+        d_in=encoder[0],
+        d_sae=encoder[1],
+        d_out=decoder[1],
+        hook=said.hook or hooks[0],
+        hook_out=hooks[1],
         apply_b_dec_to_input=False,
         about=dict(stored),
     )
-    return config, named
 
 
 def _torch_file(path: Path, said: Said) -> Read:
     """Reads a file of torch.save with W_enc, b_enc, W_dec and b_dec, as Qwen-Scope has; with a threshold it is
     jumprelu. Matrices may be transposed. Source: SAELens 6.54, `qwen_scope_sae_huggingface_loader`."""
-    tensors = files.read_tensors(path)
+    tensors = files.read_torch_weights(path)
     if missing := [name for name in ("W_enc", "b_enc", "W_dec", "b_dec") if name not in tensors]:
         raise ValueError(f"{missing[0]} is missing")
     d_sae, d_in = tensors["b_enc"].numel(), tensors["b_dec"].numel()
     if d_sae == d_in:
         raise ValueError(f"it has as many features as inputs, {d_in}, so which axis is which cannot be told")
-    if tuple(tensors["W_enc"].shape) == (d_sae, d_in):
-        tensors |= {name: tensors[name].T.contiguous() for name in ("W_enc", "W_dec")}
-    widths = re.findall(r"L0_(\d{1,6})", path.absolute().as_posix())
-    layer = re.search(r"layer(\d{1,6})\.sae\.pt$", path.name)
-    k = said.k or (int(widths[-1]) if widths else None)
+    is_turned = tuple(tensors["W_enc"].shape) == (d_sae, d_in)
+    if is_turned:
+        tensors = {
+            name: one.T if name in ("W_enc", "W_dec") and one.dim() == 2 else one for name, one in tensors.items()
+        }
+    named, found = (
+        re.findall(r"L0_(\d{1,6})", path.absolute().as_posix()),
+        re.search(r"layer(\d{1,6})\.sae\.pt$", path.name),
+    )
+    k = said.k or (int(named[-1]) if named else None)
     architecture = said.architecture or (JUMPRELU if "threshold" in tensors else TOPK if k else None)
     if architecture is None:
         raise ValueError("the file does not say its activation; give k=, or architecture='standard'")
@@ -152,13 +185,17 @@ def _torch_file(path: Path, said: Said) -> Read:
         d_in=d_in,
         d_sae=d_sae,
         d_out=d_in,
-        hook=said.hook or (hook_name("S", int(layer[1])) if layer else None),
+        hook=said.hook or (hook_name("S", int(found[1])) if found else None),
         apply_b_dec_to_input=False,
         k=k if architecture == TOPK else None,
     )
-    return config, tensors
+    files.require_shapes({name: tuple(one.shape) for name, one in tensors.items()}, shapes_of(config))
+    if other := [name for name, one in tensors.items() if one.dtype not in _FLOATS]:
+        raise ValueError(f"{other[0]} is of dtype {tensors[other[0]].dtype}, weights are floats of 16 to 64 bits")
+    return config, {name: one.float().contiguous() for name, one in tensors.items()}
 
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FOLDERS = {CONFIG: _saelens_folder, _SCOPE_WEIGHTS: _gemma_folder, _SCOPE_ARRAYS: _gemma_arrays}
 """Name of the file that a folder of each format has, and its reader."""
 
