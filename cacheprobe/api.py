@@ -220,9 +220,8 @@ def resume(
 def estimate(model: CachedLM, prompts: Any, **settings: Unpack[RunSettings]) -> Estimate:
     """Returns the Estimate of `run` with the same arguments: tokens, passes, memory, disk space and seconds.
 
-    Counts the run's passes by arithmetic, runs a few of them on this machine, and multiplies; the class says how exact
-    that is. Every request is assumed to generate all its new tokens. With drafts, numbers are a range: from every draft
-    token accepted to none.
+    Counts the run's passes exactly, runs a few of them on this machine, and multiplies. Every request is assumed to
+    generate all its new tokens. With drafts, numbers are a range: from every draft token accepted to none.
     Nothing is recorded, and interventions and a user's own drafter are not called.
     Raises: as `run` before its first pass; ValueError, too, for a Thinking States model, and for a run that needs more
     memory than the machine has.

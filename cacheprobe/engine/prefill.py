@@ -5,6 +5,7 @@ A request may copy a prompt that another one has read. A preempted request is re
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -168,8 +169,25 @@ class Prefill:
 # -- which passes a prompt needs
 
 
+@runtime_checkable
+class ReadsPrompts(Protocol):
+    """Defines the three ways in which admitted requests get their keys and values; each takes the requests."""
+
+    def read(self, states: Sequence[SequenceState]) -> None:
+        """Reads the prompts of these requests."""
+        ...
+
+    def share(self, source: SequenceState, states: Sequence[SequenceState]) -> None:
+        """Copies the prompt of request `source`."""
+        ...
+
+    def rebuild(self, states: Sequence[SequenceState]) -> None:
+        """Computes a preempted request again."""
+        ...
+
+
 def prefills(
-    prefill: Prefill, states: Sequence[SequenceState], running: Sequence[SequenceState]
+    prefill: ReadsPrompts, states: Sequence[SequenceState], running: Sequence[SequenceState]
 ) -> Iterator[tuple[Callable[[Sequence[SequenceState]], None], Sequence[SequenceState]]]:
     """Yields (method of `prefill`, requests) for each prefill that the newly admitted requests `states` need.
 
@@ -178,13 +196,13 @@ def prefills(
     """
     for state in [s for s in states if s.num_generated]:
         yield prefill.rebuild, [state]
-    by_prompt: dict[PromptKey, list[SequenceState]] = {}
+    by_prompt: dict[_PromptKey, list[SequenceState]] = {}
     for state in running:
-        by_prompt.setdefault(prompt_key(state), []).append(state)
+        by_prompt.setdefault(_prompt_key(state), []).append(state)
     leaders, others = [], []
-    seen: set[PromptKey] = set()
+    seen: set[_PromptKey] = set()
     for state in [s for s in states if not s.num_generated]:
-        key = prompt_key(state)
+        key = _prompt_key(state)
         is_first = key not in seen and _with_same_prompt(state, by_prompt) is None
         (leaders if is_first else others).append(state)
         seen.add(key)
@@ -196,21 +214,21 @@ def prefills(
         yield prefill.read if source is None else partial(prefill.share, source), [state]
 
 
-PromptKey = tuple[tuple[int, ...], bool, int]
+_PromptKey = tuple[tuple[int, ...], bool, int]
 
 
-def prompt_key(state: SequenceState) -> PromptKey:
+def _prompt_key(state: SequenceState) -> _PromptKey:
     """Returns a key that is equal for two requests if one can copy the keys and values of the other's prompt: same
     prompt and same prefill schedule. Requests with interventions, or that continue a KVSnapshot, share no prompt."""
     return state.request.prompt_token_ids, state.reads_in_chunks, state.request_id if state.is_edited else -1
 
 
 def _with_same_prompt(
-    state: SequenceState, by_prompt: Mapping[PromptKey, Sequence[SequenceState]]
+    state: SequenceState, by_prompt: Mapping[_PromptKey, Sequence[SequenceState]]
 ) -> SequenceState | None:
-    """Returns the first running request, by `prompt_key`, whose cache row holds the prompt of `state`; None without
+    """Returns the first running request, by `_prompt_key`, whose cache row holds the prompt of `state`; None without
     one."""
-    sharing = by_prompt.get(prompt_key(state), ())
+    sharing = by_prompt.get(_prompt_key(state), ())
     return next(
         (o for o in sharing if o.prompt_logits is not None and o.status is not Status.FAILED and o is not state), None
     )

@@ -304,7 +304,7 @@ MUTATIONS = [
     bug(
         "rows are shared with a request that is not verified",
         ("22",),
-        "cacheprobe.engine.prefill:prompt_key",
+        "cacheprobe.engine.prefill:_prompt_key",
         instead(lambda state: (state.request.prompt_token_ids, True, -1)),
     ),
     # -- preemption

@@ -1,138 +1,183 @@
-"""Counts the passes, rows and lens readings of a run by arithmetic."""
+"""Counts the passes, rows and lens readings of a run: steps its scheduler with assumed acceptances, without a pass."""
 
-import heapq
 import math
-from collections import Counter, defaultdict
-from copy import copy
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
 
+from cacheprobe.engine.checker import RecomputeChecker
+from cacheprobe.engine.committer import adapt_draft_cap
 from cacheprobe.engine.drafters.base import drafted_layers
 from cacheprobe.engine.execution import PreparedRun
-from cacheprobe.engine.plan import RunPlan
-from cacheprobe.engine.prefill import prompt_key, prompt_passes
+from cacheprobe.engine.passes import Entry
+from cacheprobe.engine.prefill import passes_again, prefills, prompt_passes
+from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.sizes import state_bytes, state_dtype
+from cacheprobe.engine.step import newest_entries, verify_entry
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.kvcache.status import Status
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 
 
-@dataclass
 class RunCount:
-    """Holds what a run computes and records."""
+    """Counts passes, rows and lens readings of a run: the run's Scheduler admits and orders its requests, and every
+    pass commits as many tokens as are assumed. Exact without drafts."""
 
-    num_draft: int
-    """Tokens of a draft, at most."""
-    passes: Counter[str] = field(default_factory=Counter)
-    """Number of passes by phase."""
-    slots: int = 0
-    """Token slots of all passes, with the dummies of verify passes."""
-    rows: int = 0
-    readings: float = 0.0
-    state_bytes: float = 0.0
+    def __init__(self, run: PreparedRun, accepted: float) -> None:
+        """accepted: part of the draft tokens that the verifier accepts if it accepted those before them."""
+        self.plan, self._config, self._accepted = run.plan, run.plan.config, accepted
+        self.passes: Counter[tuple[str, int]] = Counter()
+        """By phase and token slots, pads and dummies included: number of passes; "draft": calls without a pass."""
+        self.rows = self.readings = self.num_drafted = 0
+        self._kept_rows = self._pattern_weights = self._num_steps = 0
+        drafter, model = run.plan.drafter, run.plan.model
+        self._drafter, self._draft_layers = drafter, -1 if drafter is None else drafted_layers(drafter, model)
+        self._checker = RecomputeChecker(model)
+        self._checker.batches_prompts = run.checker.batches_prompts
+        self._widths = (*run.checker.narrow_widths, self._config.window)
+        self._open: dict[SequenceState, float] = {}
+        """Parts of draft tokens that were accepted and not committed yet."""
+        states = [_without_stops(state) for state in run.states]
+        self._cache = KVCache(min(len(states), self._config.max_batch), 1, (), torch.float32)
+        """Hands out cache rows; it holds no keys and values."""
+        self._count(Scheduler(states, self._cache, self._config))
 
-    @property
-    def num_passes(self) -> int:
-        """Number of all passes."""
-        return sum(self.passes.values())
+    def passes_of(self, phase: str) -> int:
+        """Returns the number of passes of a phase."""
+        return sum(count for (one, _), count in self.passes.items() if one == phase)
 
     @property
     def num_tiles(self) -> int:
         """Number of tiles of states that the lens reads."""
         return math.ceil(self.readings / LENS_TILE)
 
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the kept states and head activations."""
+        plan, (heads, _) = self.plan, self.plan.model.head_shape
+        patterns = self._pattern_weights * heads * len(plan.layers) * state_dtype(plan.model, plan.capture).itemsize
+        return self._kept_rows * state_bytes(plan.model, plan.capture, plan.layers) + patterns
 
-def count_run(run: PreparedRun, acceptance: float) -> RunCount:
-    """Counts a run whose verifier accepts this part of the draft tokens, if it accepted those before them.
+    def _count(self, scheduler: Scheduler) -> None:
+        """Counts all rounds, in the order of `engine.loop.generation_loop`."""
+        while not scheduler.is_done:
+            for state in scheduler.to_preempt():
+                self._cache.release(state.cache_row)
+                state.drop_draft()
+                state.preempt()
+            for prefill, group in prefills(self, scheduler.admit(self._num_steps), scheduler.running):
+                prefill(group)
+            fill_ins = scheduler.fill_ins()
+            if drafting := [state for state in scheduler.drafting() if state not in fill_ins]:
+                self._decode(drafting)
+            for group in scheduler.ready_groups(fill_ins):
+                self._verify(self._checker.leaving_room(group, self._config))
+            scheduler.retire()
 
-    Exact without drafts, preempted and late requests, except that full verify passes are counted as if none left room
-    for a recomputed request. Requests in flight count as if they drafted in step, and requests that max_kv_tokens
-    limits as if they waited instead of being preempted.
-    """
-    plan, config, drafter = run.plan, run.plan.config, run.plan.drafter
-    layers = plan.model.n_layers if drafter is None else drafted_layers(drafter, plan.model)
-    most = (config.window - 1, config.draft_length, None if layers else getattr(drafter, "length", None))
-    count = RunCount(min(length for length in most if isinstance(length, int)))
-    per_verify = 1 + sum(acceptance ** (t + 1) for t in range(count.num_draft))  # committed tokens
+    def _pass(self, phase: str, slots: int) -> None:
+        """Counts a step."""
+        self.passes[phase, slots] += 1
+        self._num_steps += 1
 
-    states = sorted(run.states, key=lambda state: state.request.arrival_step)
-    tokens = sum(state.request.num_prompt_tokens + state.num_left for state in states) / len(states)
-    in_flight = int(min(len(states), config.max_batch, (config.max_kv_tokens or math.inf) / tokens))
-    free_at, held = [0] * max(in_flight, 1), dict[object, int]()
-    spans, num_verifies = list[tuple[bool, int, int]](), 0
-    readers: dict[tuple[int, bool], list[SequenceState]] = defaultdict(list)
-    for state in states:  # begins in the round of the main loop in which a cache row becomes free
-        left = state.num_left - 1
-        num_verified = math.ceil(left / per_verify) if state.is_verified else 0
-        drafted = sum(min(count.num_draft, max(left - per_verify * i - 1, 0)) for i in range(num_verified))
-        # a draft that runs layers of the model takes a round for each of its tokens
-        rounds = max(num_verified, round(drafted) if layers else 0) if state.is_verified else left
-        num_verifies += num_verified
-        start = heapq.heappop(free_at)
-        end = start + max(rounds, 1)
-        heapq.heappush(free_at, end)
-        spans.append((state.is_verified, start, start + rounds))
-        key = prompt_key(state)
-        is_shared = held.get(key, 0) > start
-        held[key] = max(held.get(key, 0), end)
-        if not is_shared:
-            readers[start, state.reads_in_chunks].append(copy(state))
-        _add_rows(count, plan, state, (num_verified, round(drafted)), layers, is_shared)
-    for group in readers.values():
-        _add_prefills(count, run, group)
+    def _add(self, entry: Entry, phase: str, layers: int = -1) -> None:
+        """Counts the rows of a request in a pass. layers: number of those that run; -1 for all."""
+        plan, capture, length = self.plan, self.plan.capture, entry.state.request.num_prompt_tokens
+        num_layers = len(plan.layers) if layers < 0 else sum(layer < layers for layer in plan.layers)
+        status = "superseded" if phase == "decode" and entry.state.is_verified else "committed"
+        self.rows += len(entry.token_ids)
+        for position in range(entry.start, entry.end):
+            is_draft = position >= entry.end - entry.num_drafts
+            if capture.keeps_row(phase, position) and (is_draft or capture.keeps_status(status)):
+                self._kept_rows += 1
+                self._pattern_weights += position + 1 if "pattern" in capture.heads else 0
+                self.readings += num_layers * capture.reads_row(position, length)
 
-    verified, others = running = np.zeros((2, max(free_at)), dtype=int)  # requests of each round
-    for is_verified, start, end in spans:
-        running[1 - is_verified, start:end] += 1
-    fill_ins = np.minimum(others, -verified % config.group) * (config.window == 1)
-    decoding = others - fill_ins + verified * (layers > 0 < count.num_draft)
-    count.passes["decode"] = int((decoding > 0).sum())
-    in_round = num_verifies / max(int(verified.sum()), 1)  # verify passes of a request
-    count.passes["verify"] = round(np.ceil(verified / config.group).sum() * in_round)
-    count.slots += int(decoding.sum()) + count.passes["verify"] * config.group * (count.num_draft + 1)
-    return count
+    def _commit(self, state: SequenceState, count: int) -> None:
+        """Commits this many tokens of a request, and ends it after its last one."""
+        state.commit((0,) * count)
+        if not state.num_left:
+            state.end("length")
 
+    # -- prefill, as of engine.prefill.Prefill
 
-def _add_prefills(count: RunCount, run: PreparedRun, states: list[SequenceState]) -> None:
-    """Adds the passes that read the prompts of these requests together."""
-    for state in states:
-        state.num_prefilled = state.request.num_cached
-    for entries, width, batch in prompt_passes(states, run.plan.config, run.checker, KVCache(1, 1, (), torch.float32)):
-        count.passes["prefill"] += 1
-        count.slots += width * (batch or len(entries))
+    def read(self, states: Sequence[SequenceState]) -> None:
+        """Counts the passes that read the prompts of these requests."""
+        for state in states:
+            state.num_prefilled = state.request.num_cached
+        for entries, width, batch in prompt_passes(states, self._config, self._checker, self._cache):
+            self._pass("prefill", width * (batch or len(entries)))
+            for entry in entries:
+                self._add(entry, "prefill")
+                entry.state.num_prefilled = entry.end
+                if entry.end == entry.state.request.num_prompt_tokens:
+                    self._has_read(entry.state)
+
+    def share(self, source: SequenceState, states: Sequence[SequenceState]) -> None:
+        """Counts the step in which a request copies the prompt of `source`; the rows refer to stored states."""
+        (state,) = states
+        self._num_steps += 1
+        stored = self._kept_rows, self._pattern_weights
+        self._add(Entry(state, state.request.prompt_token_ids, 0, True), "prefill")
+        self._kept_rows, self._pattern_weights = stored
+        self._has_read(state)
+
+    def _has_read(self, state: SequenceState) -> None:
+        """Lets other requests copy a prompt, and commits the first token."""
+        state.num_prefilled, state.prompt_logits = state.request.num_prompt_tokens, torch.zeros(0)
+        self._commit(state, 1)
+
+    def rebuild(self, states: Sequence[SequenceState]) -> None:
+        """Counts the passes that compute a preempted request again; their rows are not recorded."""
+        (state,) = states
+        for phase, _, _, width, batch in passes_again(state, self._config):
+            self._pass(phase, width * (batch or 1))
+        state.num_prefilled = state.request.num_prompt_tokens
+        state.become(Status.RUNNING)
+
+    # -- decode and verify
+
+    def _decode(self, states: Sequence[SequenceState]) -> None:
+        """Counts a decode pass, or a call of the drafter."""
+        is_wide = self._drafter is None and any(state.is_invariant for state in states)
+        self._pass("decode" if self._draft_layers else "draft", len(states) * (self._widths[0] if is_wide else 1))
+        for entry in newest_entries(states):
+            state, num_made = entry.state, 1
+            if self._draft_layers:
+                self._add(entry, "decode", self._draft_layers)
+            else:
+                length = getattr(self._drafter, "length", None) or self._config.window
+                num_made = 0 if state.draft else length
+            if not state.is_verified:
+                self._commit(state, 1)
+                continue
+            num_made = min(num_made, state.draft_limit(self._config.window) - len(state.draft))
+            state.draft += [0] * num_made
+            state.draft_is_closed = num_made == 0
+            self.num_drafted += num_made
+
+    def _verify(self, states: Sequence[SequenceState]) -> None:
+        """Counts a verify pass, and commits the accepted tokens and one more of each request."""
+        entries = [verify_entry(state) for state in states]
+        longest = max(len(entry.token_ids) for entry in entries)
+        width = next(width for width in self._widths if width >= longest)
+        self._pass("verify", width * (len(entries) if self._config.is_invariant else self._config.group))
         for entry in entries:
-            entry.state.num_prefilled = entry.end
+            self._add(entry, "verify")
+            state, num_drafted = entry.state, len(entry.state.draft)
+            accepted = self._open.get(state, 0.0) + sum(self._accepted ** (t + 1) for t in range(num_drafted))
+            num_accepted = min(num_drafted, math.floor(accepted + 1e-9))
+            self._open[state] = accepted - num_accepted
+            adapt_draft_cap(state, self._config, num_accepted)
+            self._commit(state, 1 + num_accepted)
 
 
-def _add_rows(
-    count: RunCount, plan: RunPlan, state: SequenceState, verified: tuple[int, int], layers: int, is_shared: bool
-) -> None:
-    """Adds the rows of a request, and what is kept and read of them.
-
-    verified: numbers of its verify passes and of its draft tokens.  layers: number of those that a draft runs.
-    is_shared: whether its prompt's rows refer to the states of another request.
-    """
-    capture, num_prompt, (num_verified, num_drafted) = plan.capture, state.request.num_prompt_tokens, verified
-    prompt = range(state.request.num_cached, num_prompt)
-    generated = range(num_prompt, num_prompt + state.num_left - 1)
-    parts = [("prefill", "committed", prompt, len(prompt), 0)]
-    if not state.is_verified:
-        parts.append(("decode", "committed", generated, len(generated), 0))
-    else:
-        parts.append(("verify", "committed", generated, num_verified, num_drafted))
-        if layers:
-            num_begun = min(num_verified, num_drafted)  # drafts, each of which begins at a committed token
-            parts.append(("decode", "superseded", generated, num_begun, num_drafted - num_begun))
-    for phase, status, positions, num_plain, num_drafts in parts:
-        count.rows += num_plain + num_drafts
-        kept = [position for position in positions if capture.keeps_row(phase, position)]
-        share = (num_plain * capture.keeps_status(status) + num_drafts) / max(len(positions), 1)
-        num_layers = sum(layer < layers or status == "committed" for layer in plan.layers)
-        count.readings += share * num_layers * sum(capture.reads_row(position, num_prompt) for position in kept)
-        if phase != "prefill" or not is_shared:
-            weights = sum(position + 1 for position in kept) if "pattern" in capture.heads else 0
-            of_weight = plan.model.head_shape[0] * len(plan.layers) * state_dtype(plan.model, capture).itemsize
-            of_row = state_bytes(plan.model, capture, plan.layers)
-            count.state_bytes += share * (len(kept) * of_row + weights * of_weight)
+def _without_stops(state: SequenceState) -> SequenceState:
+    """Returns a new state of the request, which no token ends."""
+    sampling = replace(state.sampling, stop=(), stop_token_ids=())
+    request = replace(state.request, keep_kv=False)
+    counted = SequenceState(request, state.is_verified, sampling, is_invariant=state.is_invariant)
+    counted.is_edited = state.is_edited
+    return counted
