@@ -184,8 +184,7 @@ _COLOURS_CSS = (
     f".cp{{--sans:{SANS};--mono:{MONO};{_variables(_LIGHT)}}}"
     f"@media (prefers-color-scheme:dark){{.cp{{{_variables(_DARK)}}}}}{_TINTS}\n"
 )
-DIAGRAM_CSS = _COLOURS_CSS + _rules("diagram")
-GRID_CSS, CARD_CSS, PAGE_CSS, THOUGHTS_CSS = map(_rules, ("grid", "cards", "page", "thoughts"))
+PAGE_CSS = _rules("page")
 
 SHADES = 20
 """Number of violet shades, from weakest to strongest, of cells drawn without plotly: CSS classes v0 to v19."""
@@ -210,7 +209,9 @@ SHADE_CSS = (
     f"{_shade_rules('', dark=False)}@media (prefers-color-scheme:dark){{{_shade_rules('', dark=True)}}}{_DARKER_HALF}"
 )
 """CSS rules of the classes v0 to v19, light or dark as the browser prefers."""
-PICTURE_CSS = DIAGRAM_CSS + SHADE_CSS + GRID_CSS + CARD_CSS
+DIAGRAM_CSS = _COLOURS_CSS + _rules("diagram") + SHADE_CSS + _rules("grid") + _rules("thoughts")
+"""CSS rules of all pictures in SVG."""
+PICTURE_CSS = DIAGRAM_CSS + _rules("cards")
 """CSS rules of all pictures and cards."""
 
 THEME_CSS = "".join(

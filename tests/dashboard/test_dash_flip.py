@@ -1,4 +1,4 @@
-"""What would have changed the verdict: the button of a rejected draft, its background process, and what it refuses."""
+"""What would have changed the verdict: the button of a rejected draft, its search, and what it refuses."""
 
 import json
 import time
@@ -6,22 +6,24 @@ from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from re import findall
+from threading import Event
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser
 
 import cacheprobe as cp
-from cacheprobe.views.dashboard.flip_process import FlipJob
+from cacheprobe.views.dashboard.flip_jobs import FlipJob
 from cacheprobe.views.dashboard.questions import CannotShow, answered
+from cacheprobe.views.dashboard.reader import RunReader
 from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.dashboard.tabs import flip, lens
 from tests.dash_page import answered as shown
 from tests.dash_page import opened, served, until
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 MOST_SECONDS = 300
-"""A process imports torch, which takes half a minute on a machine with much else to do."""
 
 
 @pytest.fixture(scope="module")
@@ -94,49 +96,60 @@ def test_a_model_whose_states_are_not_edited_has_no_button(tmp_path: Path) -> No
         cp.analysis.flip(run, int(line.request_id), int(line.step), progress=False)
 
 
-def test_a_process_tells_how_far_it_is_and_gives_the_figure(
-    trace: cp.Trace, run_list: RunList, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It imports nothing from the folder that it runs in."""
-    (tmp_path / "queue.py").write_text("raise SystemExit('imported')")
-    monkeypatch.chdir(tmp_path)
+def test_a_search_tells_how_far_it_is_and_gives_the_figure(trace: cp.Trace, run_list: RunList) -> None:
     jobs, asked = run_list.jobs, question(trace, "start")
     *before, result = followed(run_list, asked)
     assert "error" not in result, result
-    said = "".join(answer["html"] for answer in before)
-    assert "loading the model" in said and before[0]["html"].count("data-flip-do='cancel'") == 1
+    assert before and before[0]["html"].count("data-flip-do='cancel'") == 1
     wanted = cp.analysis.flip(trace, asked["request"], asked["step"], progress=False)
     [shape] = findall(r'"z": {[^}]*"shape": "(\d+), \d+"', json.dumps(result["graphs"]))
     assert shape == "3"  # layers
-    job = jobs.look((run_list.tables(0).run.directory, run_list.tables(0).run.run_id, asked["request"], asked["step"]))
-    assert job is not None and job.table is not None and job.process is not None
-    assert job.table.change_nats.to_numpy() == pytest.approx(wanted.table.change_nats.to_numpy(), abs=1e-5)
-    assert job.table.flips.tolist() == wanted.table.flips.tolist() and job.done == job.total == len(wanted.table)
+    run = run_list.tables(0).run
+    job = jobs.look((run.directory, run.run_id, asked["request"], asked["step"]))
+    assert job is not None and job.found is not None
+    assert job.found.table.change_nats.to_numpy() == pytest.approx(wanted.table.change_nats.to_numpy(), abs=1e-5)
+    assert job.found.table.flips.tolist() == wanted.table.flips.tolist()
+    assert job.done == job.total == len(wanted.table)
     assert "edits make the verifier choose" in result["html"] and "cacheprobe flip " in unescape(result["more"])
-    assert flip.FlipSearch(run_list, asked).draw()["more"] == result["more"]  # kept: no second process
-    assert jobs.look(next(iter(jobs._jobs))) is job and job.process.wait(60) == 0
+    assert flip.FlipSearch(run_list, asked).draw()["more"] == result["more"]  # kept: no second search
+    assert jobs.look(next(iter(jobs._jobs))) is job
 
 
-def test_a_process_can_be_cancelled_and_another_one_ends_it(trace: cp.Trace, run_list: RunList) -> None:
+def test_a_search_can_be_cancelled_and_another_one_ends_it(
+    trace: cp.Trace, run_list: RunList, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, ended = Event(), []
+
+    def search(_reader: RunReader, _tables: RunTables, _request: int, step: int, progress: Any) -> None:
+        progress(0, 2)
+        goes_on.wait(60)
+        try:
+            progress(1, 2)
+        finally:
+            ended.append(step)
+        raise ValueError("<b>no such state")
+
+    monkeypatch.setattr(RunReader, "flip", search)
     jobs, asked = run_list.jobs, question(trace, "start")
     assert flip.FlipSearch(run_list, asked).draw()["goes_on"]
-    [first] = jobs._jobs.values()
-    assert flip.FlipSearch(run_list, {**asked, "do": "cancel"}).draw() == {
-        "html": "<p class='note'>Cancelled.</p>", "goes_on": False,
-    }  # fmt: skip
-    assert first.process is not None and first.process.wait(60) < 0
+    cancelled = {"html": "<p class='note'>Cancelled.</p>", "goes_on": False}
+    assert flip.FlipSearch(run_list, {**asked, "do": "cancel"}).draw() == cancelled
     assert flip.FlipSearch(run_list, asked).draw()["goes_on"]  # begins again
     [second] = jobs._jobs.values()
-    other = jobs.start("another", {**second.question, "step": 0})
-    assert second.process is not None and second.process.wait(60) < 0 and second.is_cancelled
-    end = time.monotonic() + MOST_SECONDS
-    while other.is_running:
+    other = flip.FlipSearch(run_list, {**asked, "step": 0})
+    assert other.draw()["goes_on"] and second.is_cancelled
+    goes_on.set()
+    *_, said = followed(run_list, {**asked, "step": 0})
+    assert said["error"] == "<b>no such state" and "<b>" not in said["html"]
+    end = time.monotonic() + 60
+    while len(ended) < 3:
         assert time.monotonic() < end
         time.sleep(0.05)
-    assert "step 0: expected a step that rejected a draft" in other.error
+    assert sorted(ended) == sorted([asked["step"], asked["step"], 0])
+    assert second.found is None and not second.error
 
 
-def test_what_cannot_run_is_said(trace: cp.Trace, run_list: RunList, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_said(trace: cp.Trace, run_list: RunList) -> None:
     asked, elsewhere = question(trace, "start"), RunList(run_list.entries, model=None)
     with pytest.raises(CannotShow, match="the model LlamaForCausalLM is not on this machine; give .* --model"):
         flip.FlipSearch(elsewhere, asked).draw()
@@ -144,40 +157,30 @@ def test_what_cannot_run_is_said(trace: cp.Trace, run_list: RunList, monkeypatch
         flip.FlipSearch(run_list, {**asked, "do": "look"}).draw()
     with pytest.raises(CannotShow, match="do is start or open or look or cancel"):
         flip.FlipSearch(run_list, {**asked, "do": "dance"}).draw()
-    monkeypatch.setattr("cacheprobe.views.dashboard.flip_process.WORKER", ("sh", "-c", "echo '<b>no' >&2; exit 3"))
-    *_, said = followed(run_list, asked)
-    assert "ended with code 3 and no result: <b>no; run `cacheprobe flip" in said["error"]
-    assert "<b>" not in said["html"]
-    monkeypatch.setattr("cacheprobe.views.dashboard.flip_process.WORKER", ("sh", "-c", "read x; echo hello; sleep 60"))
-    *_, said = followed(run_list, asked)
-    assert "no result" in said["error"] and "cacheprobe flip" in said["error"]
-    monkeypatch.setattr("cacheprobe.views.dashboard.flip_process.WORKER", ("/nowhere/at-all",))
-    for _ in range(2):
-        with pytest.raises(CannotShow, match="cannot be started: .*; run `cacheprobe flip"):
-            flip.FlipSearch(run_list, asked).draw()
+    *_, said = followed(run_list, {**asked, "step": 0})
+    assert "step 0: expected a step that rejected a draft" in said["error"]
 
 
 def test_a_run_that_grows_keeps_the_job_of_a_verdict(trace: cp.Trace, run_list: RunList, tmp_path: Path) -> None:
     """Each part of a run that is recorded has a version of its own; a verdict stays what it is."""
     run = run_list.tables(0).run
     jobs, asked = run_list.jobs, question(trace, "look")
-    jobs._jobs[run.directory, run.run_id, asked["request"], asked["step"]] = FlipJob({}, says="still at it")
+    key = run.directory, run.run_id, asked["request"], asked["step"]
+    jobs._jobs[key] = FlipJob(lambda progress: Event().wait(5))
     with pytest.MonkeyPatch.context() as growing:
         growing.setattr(run, "version", "of the next part")
-        assert "still at it" in flip.FlipSearch(run_list, asked).draw()["html"]
+        assert "loading the model" in flip.FlipSearch(run_list, asked).draw()["html"]
 
 
 def test_the_button_shows_progress_cancels_and_draws(
-    browser: Browser, trace: cp.Trace, run_list: RunList, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    browser: Browser, trace: cp.Trace, run_list: RunList, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A click elsewhere takes the figure away: it is of the card's token. The process is one that waits to be let go,
-    and gives a result that was computed here."""
+    """A click elsewhere takes the figure away: it is of the card's token. The search waits to be let go, and gives a
+    result that was computed here."""
     line = trace.rejected().iloc[0]
     found = cp.analysis.flip(trace, int(line.request_id), int(line.step), progress=False)
-    result = {"table": json.loads(found.table.to_json(orient="split", index=False)), "meta": found.meta}
-    (tmp_path / "result").write_text(json.dumps(result) + "\n")
-    wait = f"cd {tmp_path}; while [ ! -e go ]; do sleep 0.1; done; cat result"
-    monkeypatch.setattr("cacheprobe.views.dashboard.flip_process.WORKER", ("sh", "-c", wait))
+    goes_on = Event()
+    monkeypatch.setattr(RunReader, "flip", lambda *_: found if goes_on.wait(300) else None)
     place = f"?run=0&request={line.request_id}&step={line.step}&position={line.position - 1}"
     with served(run_list) as address, opened(browser, address + place) as page:
         shown(page, "card", position=int(line.position) - 1)
@@ -185,7 +188,7 @@ def test_the_button_shows_progress_cancels_and_draws(
         button.click()
         page.locator("#flip-view [data-flip-do=cancel]").click()
         until(page, "document.getElementById('flip-view').innerText.includes('Cancelled')")
-        (tmp_path / "go").touch()
+        goes_on.set()
         button.click()
         page.wait_for_selector("#flip-box #flip-0 .main-svg")
         assert "edits make the verifier choose" in page.inner_text("#flip-view")
@@ -202,7 +205,7 @@ def test_the_button_shows_progress_cancels_and_draws(
         page.wait_for_selector("#flip-box #flip-0 .main-svg")
         assert "edits make the verifier choose" in page.inner_text("#flip-view")
         query = link[link.index("?") :]
-    (tmp_path / "go").unlink()
+    goes_on.clear()
     fresh = RunList(run_list.entries, model=run_list.model)  # a dashboard that has not searched
     with served(fresh) as address, opened(browser, address + query) as page:
         button = page.get_by_role("button", name="Search the edits")

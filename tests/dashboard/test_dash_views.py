@@ -34,7 +34,7 @@ def trace() -> cp.Trace:
 
 
 def test_the_timeline_fills_its_place_and_says_where_steps_stand(trace: cp.Trace) -> None:
-    narrow, broad = (timeline_picture(trace.events(), [0], range(20), at=5, width=w) for w in (0, 640))
+    narrow, broad = (timeline_picture(trace.events(), [0], range(20), 5, at=5, fit=(w, 18, 30)) for w in (0, 640))
     assert 'data-pitch="18"' in narrow and 'data-pitch="27"' in broad
     assert f'class="cursor" x="{86 + 27 * 5 - 2}"' in broad
 
@@ -61,7 +61,7 @@ def test_a_column_of_numbers_stands_to_the_right_with_its_head() -> None:
 def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None:
     """prefill, accepted and decoded were three plain fills, and a pending token lost its hatching to its margin."""
     events, textures = trace.events(), [texture for _, texture, _ in TIMELINE_LEGEND]
-    shown, passes = timeline_picture(events, [0, 2], range(4, 14)), events[events.step.between(4, 13)]
+    shown, passes = timeline_picture(events, [0, 2], range(4, 14), 5).body, events[events.step.between(4, 13)]
     passes = passes[passes.request_id.isin([0, 2])]
     assert shown.count("url(#cp-rolled-back)") == (passes.num_rolled_back.fillna(0) > 0).sum() > 0
     assert shown.count("url(#cp-provisional)") == (passes.proposed_token_ids.map(len) > 0).sum()
@@ -69,7 +69,8 @@ def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None
     assert len(set(SIGNS.values())) == len(SIGNS)
     step = int(trace.events().query("phase == 'decode'").step.iloc[3])
     standing = standing_at(token_history(trace.events()), step)
-    picture = decode_picture(standing, range(5), range(6), {}, verified=dict.fromkeys(range(5), True), step=step)
+    history, verified = token_history(trace.events()), dict.fromkeys(range(5), True)
+    picture = decode_picture(history, range(5), range(6), step, {}, verified=verified).body
     for state, sign in SIGNS.items():
         shown = (standing.state == state) & (standing.place < 6)
         assert not sign or picture.count(f">{sign}</text>") == shown.sum(), state
@@ -78,8 +79,8 @@ def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None
 
 
 def test_the_decode_grid_says_what_was_read_and_predicted_at_each_place(trace: cp.Trace) -> None:
-    standing = standing_at(token_history(trace.events()), 6)
-    picture = decode_picture(standing, range(5), range(9, 12), {}, verified=dict.fromkeys(range(5), True))
+    history, verified = token_history(trace.events()), dict.fromkeys(range(5), True)
+    picture = decode_picture(history, range(5), range(9, 12), 6, {}, verified=verified).body
     drawn = [text for text in ElementTree.fromstring(picture).iter() if text.tag.endswith("text")]
     read, predicted = ([t.text for t in drawn if t.get("y") == y] for y in ("12", "27"))
     assert read == ["read", "+9", "+10", "+11"] and predicted == ["→ predicts", "→ +10", "→ +11", "→ +12"]
@@ -88,13 +89,13 @@ def test_the_decode_grid_says_what_was_read_and_predicted_at_each_place(trace: c
 def test_the_decode_grid_shows_tokens_and_margins(trace: cp.Trace) -> None:
     events = trace.events()
     step = int(events[events.num_rolled_back.fillna(0) > 0].step.iloc[0])
-    standing = standing_at(token_history(events), step)
-    verified = dict.fromkeys(range(5), True)
-    picture = decode_picture(standing, range(5), range(6), {}, verified=verified, chosen=(0, 1), step=step)
+    history = token_history(events)
+    standing, verified = standing_at(history, step), dict.fromkeys(range(5), True)
+    picture = decode_picture(history, range(5), range(6), step, {}, verified=verified, chosen=(0, 1)).body
     assert picture.count("data-place=") == len(standing[standing.place < 6])
     assert picture.count("url(#cp-rolled-back)") == (standing.state == "rolled_back").sum() > 0
     assert picture.count('class="cursor"') == 1 and 'class="pick new"' in picture
-    grey = decode_picture(standing, range(5), range(6), {}, verified=dict.fromkeys(range(5), False))
+    grey = decode_picture(history, range(5), range(6), step, {}, verified=dict.fromkeys(range(5), False)).body
     assert 'class="box yellow"' not in grey and 'class="box grey"' in grey
 
 

@@ -9,12 +9,11 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.trace.stored import GrowingRun, StoredRun
 from cacheprobe.views.dashboard import facts
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
 from cacheprobe.views.dashboard.run_list import Follower, RunList
 from cacheprobe.views.dashboard.tabs import rejected
-from cacheprobe.views.rejected import COLUMNS, LINES_A_PAGE, RejectedList, Selection
+from cacheprobe.views.rejected import COLUMNS, LINES_A_PAGE
 from tests.dashboard.growing_run import begun, go_on, part_each_round
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -151,13 +150,7 @@ def walked(run_list: RunList, place: tuple[int, int, int], by: int, **more: obje
     return found["request"], found["step"], found["position"]
 
 
-def test_a_page_of_a_long_list_reads_its_own_lines(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RejectedList, "read_ahead", lambda self: None)
-    read: list[int] = []
-    whole = StoredRun.readings_of_rows
-    monkeypatch.setattr(
-        StoredRun, "readings_of_rows", lambda self, rows, columns: (read.extend(rows), whole(self, rows, columns))[1]
-    )
+def test_a_long_list_has_pages(large: Path) -> None:
     run_list = RunList.of([large])
     lines = places(cp.load_trace(large).rejected())
     assert len(lines) > LINES_A_PAGE
@@ -165,7 +158,6 @@ def test_a_page_of_a_long_list_reads_its_own_lines(large: Path, monkeypatch: pyt
         html = rejected.RejectedDrafts(run_list, {"run": 0, "page": page}).draw()
         assert steps_shown(html) == lines[start : start + LINES_A_PAGE]
         assert f"{start + 1} to {min(start + LINES_A_PAGE, len(lines))} of {len(lines)}" in html
-    assert len(read) == len(set(read)) == len(lines)
     assert rejected.walk(run_list, {"run": 0, "request": 0, "step": 0, "position": 15, "by": 99})["page"] == 1
 
 
@@ -192,26 +184,20 @@ def test_a_question_of_another_kind_is_refused(stored: Path) -> None:
             rejected.walk(run_list, {"run": 0, "request": 0, "step": 1, "position": 5, "by": 1, **wrong})
 
 
-def test_the_list_of_a_growing_run_reads_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_a_growing_run_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part_each_round(monkeypatch)
-    directory, read = tmp_path / "run", []
-    of_rows = GrowingRun.readings_of_rows
-    monkeypatch.setattr(
-        GrowingRun, "readings_of_rows", lambda self, rows, columns: (read.extend(rows), of_rows(self, rows, columns))[1]
-    )
+    directory = tmp_path / "run"
     stream = begun(directory)
     go_on(stream, directory, 2)
     follower, counts = Follower(directory), []
     run_list = RunList.of([directory])
-    if follower.tables.rejected.drafts.empty:
+    if follower.tables.rejected.empty:
         assert "was rejected so far</h2>" in rejected.RejectedDrafts(run_list, {"run": 0}).draw()
     for _ in range(4):
         go_on(stream, directory, 3)
         follower.look(at_once=True)
-        rejected_list = follower.tables.rejected
-        lines = rejected_list.lines(Selection(sort="margin"))
         expected = cp.load_trace(directory).rejected()
-        pd.testing.assert_frame_equal(rejected_list.table(range(len(lines))), expected)
-        counts.append(len(lines))
-    assert counts[-1] > counts[0] and len(read) == len(set(read)) == counts[-1]
+        pd.testing.assert_frame_equal(follower.tables.rejected, expected)
+        counts.append(len(expected))
+    assert counts[-1] > counts[0]
     stream.close()

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 import cacheprobe as cp
+from cacheprobe.analysis.flips import Flips
 from cacheprobe.views.dashboard.app import export
-from cacheprobe.views.dashboard.flip_process import FlipJob
 from cacheprobe.views.dashboard.questions import CannotShow
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.shell import index
@@ -114,7 +115,7 @@ def test_code_that_makes_another_table_is_noticed(run_list: RunList, monkeypatch
 
 
 def test_a_search_of_rejected_drafts_is_in_the_code(run_list: RunList) -> None:
-    token = run_list.tables(0).rejected.drafts.drafted_token.iloc[0]
+    token = run_list.tables(0).rejected.drafted_token.iloc[0]
     asked = {"run": 0, "find": token, "sort": "-step"}
     test_the_code_makes_the_table_of_the_csv(run_list, "rejected", asked)
     with pytest.raises(AssertionError):  # nothing is found, and the table is empty
@@ -128,9 +129,10 @@ def test_the_search_for_edits_is_taken_when_it_is_done(run_list: RunList) -> Non
     with pytest.raises(CannotShow, match="no result of this search yet"):
         taken(run_list, "flip", question, "csv")
     tables = run_list.tables(0)
-    job = FlipJob(question)
-    run_list.jobs._jobs[tables.run.directory, tables.run.run_id, 0, question["step"]] = job
-    job.table = pd.DataFrame({"edit": ["zero"]})
+    found = Flips(pd.DataFrame({"edit": ["zero"]}), {})
+    job = run_list.jobs.start((tables.run.directory, tables.run.run_id, 0, question["step"]), lambda _: found)
+    while job.is_running:
+        time.sleep(0.01)
     assert "cp.analysis.flip(trace, 0," in taken(run_list, "flip", question, "code")
     assert taken(run_list, "flip", question, "csv") == '"edit"\n"zero"\n'
 

@@ -13,7 +13,7 @@ from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.diagrams.timeline import step_words, timeline_picture
 from cacheprobe.views.diagrams.windows import find_windows, verified_requests
 from cacheprobe.views.report.listings import request_listings, run_listings
-from cacheprobe.views.report.report import report_phases
+from cacheprobe.views.report.report import report_windows
 from cacheprobe.views.text import token_texts
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -67,16 +67,17 @@ def test_pictures_draw_them_as_never_verified(trace: cp.Trace, filling: pd.DataF
     of_request = events[events.request_id == request_id]
     words = step_words(next(filling.itertuples()))
     assert words == "verify: a token committed without a verdict (the request filled an unused batch index)"
-    picture = timeline_picture(events, [request_id], range(step, step + 1))
+    picture = timeline_picture(events, [request_id], range(step, step + 1), len(PROMPTS)).body
     assert words in picture and "#cp-dotted-grey" in picture and "#cp-verified" not in picture
     tables = RunTables(StoredRun(trace.save(tmp_path / "run")))
     assert [i for i, is_verified in tables.verified.items() if is_verified] == [VERIFIED]
     assert find_windows(events, request_id) == ()
-    ((name, _, (_, panels)),) = report_phases(trace, request_id, token_texts(trace.row_table, trace.hypothesis_table))
-    tips = set(re.findall(r"committed as decoded; request \d+, position (\d+), step (\d+)", panels[1].picture))
+    texts = token_texts(trace.row_table, trace.hypothesis_table)
+    ((name, diagram),) = report_windows(trace, request_id, texts).items()
+    tips = set(re.findall(r"committed as decoded; request \d+, position (\d+), step (\d+)", diagram.body))
     first = len(PROMPTS[request_id])
     steps = of_request[of_request.phase != "prefill"].step.tolist()
-    assert name == "decoded" and ("Decode", step) == (panels[1].heading, steps[0])
+    assert name == "decoded" and step == steps[0]
     assert tips <= {(str(first + i), str(step)) for i, step in enumerate(steps, 1)} and len(tips) == 3
     ledgers = [trace.ledger(request_id, 1), trace.ledger(request_id)]
     assert "never verified" in cp.plots.decoded_diagram(request_id, events, ledgers, {})

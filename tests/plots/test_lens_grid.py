@@ -90,8 +90,8 @@ def test_axes_and_scale_are_named(readings: pd.DataFrame, colour: str, title: st
     assert max(named)[0] == 10 * SHADES and min(named)[0] == (0 if colour != "entropy" else pytest.approx(46.5, abs=1))
     said = "".join(legend.itertext())
     assert title in said and "first choice = committed token" in said
-    for wanted in (*ticks, title, "position", "first choice = committed token", grid.title):
-        assert f">{escape(wanted)}</text>" in grid.drawing.markup
+    for wanted in (*ticks, title, "position", "first choice = committed token", grid.finding):
+        assert f">{escape(wanted)}</text>" in grid.draw().markup
 
 
 def test_a_file_shows_what_the_page_shows(readings: pd.DataFrame) -> None:
@@ -99,14 +99,14 @@ def test_a_file_shows_what_the_page_shows(readings: pd.DataFrame) -> None:
     grid = grid_of(readings, 0, include="all")
     file, page = (
         [[(part.tag.rpartition("}")[2], part.attrib, part.text) for part in column.iter()] for column in columns]
-        for columns in (parsed(grid.drawing.markup, "column"), parsed(grid.html, "column"))
+        for columns in (parsed(grid.draw().markup, "column"), parsed(grid.html, "column"))
     )
     assert file == page and len(page) > 20
-    css = grid.drawing.markup.split("<style>")[1].split("</style>")[0]
+    css = grid.draw().markup.split("<style>")[1].split("</style>")[0]
     assert "var(" not in css and "color-mix" not in css and "@media" not in css
     for rule in (".v0 rect{fill:#f3f0f9}", ".v-1 rect{fill:#caced2}", ".v19 text{fill:#ffffff}", ".agrees{fill:none"):
         assert f".cp {rule}" in css
-    narrow = grid_of(readings, 0, positions=range(int(readings[readings.request_id == 0].position.min()) + 1)).drawing
+    narrow = grid_of(readings, 0, positions=range(int(readings[readings.request_id == 0].position.min()) + 1)).draw()
     assert narrow.width >= 480  # of which the colour scale and its name take most
 
 

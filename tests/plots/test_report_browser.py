@@ -65,7 +65,7 @@ def test_opens_alone_and_fits(browser: Browser, report: Path, width: int, scheme
 def test_a_report_with_thoughts_runs_nothing_and_fits(browser: Browser, tmp_path: Path) -> None:
     path = cp.plots.write_report(hostile_thoughts(thinking()), tmp_path / "report.html", request_id=0)
     with read(browser, path, 390, "dark") as page:
-        assert "<script>" in page.inner_text(".thoughts") and "hacked" in page.inner_text("details table")
+        assert "<script>" in page.inner_text("#thoughts") and "hacked" in page.inner_text("details table")
 
 
 def test_nothing_is_shown_twice(report: Path) -> None:

@@ -197,7 +197,7 @@ def test_nothing_is_said_of_a_state_that_the_model_does_not_track() -> None:
 def test_report_says_what_the_run_has_none_of() -> None:
     whole = cp.run(loaded(), PROMPTS[:2], **SMALL, deterministic=True)  # float32: the fast path is always right
     html = report_html(whole, 0)
-    assert "Accepted whole: positions" in html and "Rolled back: none" in html
+    assert "Accepted whole: Request 0, the window that ends in step" in html and "Rolled back: none" in html
     assert "No window of request 0 was rolled back. Windows accepted whole in other requests: 1. Windows rolled" in html
 
 

@@ -246,7 +246,7 @@ def _warm(tables: RunTables) -> None:
     """Computes a run's derived tables while the browser opens, and ignores errors."""
     with suppress(Exception):
         tables.warm()
-        _ = tables.rejected.drafts
+        _ = tables.rejected
 
 
 class _Quiet(WSGIRequestHandler):

@@ -34,13 +34,18 @@ def answered(view: Callable[[PageQuestion], str | PageAnswer], question: PageQue
     try:
         result = view(_Question(question))
     except _EXPECTED as error:
-        message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        message = message_of(error)
     except Exception as error:
         _log.exception("no answer to %r", question)
         message = f"this cannot be shown: {type(error).__name__}: {error}"
     else:
         return {"html": result} if isinstance(result, str) else result
     return {"html": f'<p class="refused">{markup(message)}</p>', "error": message}
+
+
+def message_of(error: Exception) -> str:
+    """Returns the message of an error; of a KeyError without quotation marks."""
+    return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
 
 
 class _Question(JsonDict):

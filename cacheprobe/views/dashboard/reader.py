@@ -1,7 +1,7 @@
 """Computes lens readings that a run did not record; loads the run's model at the first use, if the model is on this
 machine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from cacheprobe.views.dashboard.questions import CannotShow
 from cacheprobe.views.dashboard.run_tables import RunTables
 
 if TYPE_CHECKING:
+    from cacheprobe.analysis.flips import Flips
     from cacheprobe.lenses.base import Lens
     from cacheprobe.models.base import CachedLM
     from cacheprobe.trace.trace import Trace
@@ -45,14 +46,17 @@ class RunReader:
     def why_not(self, tables: RunTables) -> str:
         """Returns the reason why states of this run cannot be read on this machine, as text; "" if no reason is known.
         Loads no model."""
-        if tables.run.directory in self._refused:
-            return self._refused[tables.run.directory]
         if not set(tables.run.sites) & set("STC"):
             return f"this run kept no states; run it with {', '.join(map(site_label, SITE_NAMES))} in capture="
+        return self.no_model(tables)
+
+    def no_model(self, tables: RunTables) -> str:
+        """Returns the reason why the run's model cannot be loaded on this machine, as text; "" if no reason is known.
+        Loads no model."""
         name = self._model_name or tables.run.fingerprint["model"]
-        if not is_on_this_machine(name):
+        if tables.run.directory not in self._refused and not is_on_this_machine(name):
             return f"the model {name} is not on this machine; give the directory of its weights with --model"
-        return ""
+        return self._refused.get(tables.run.directory, "")
 
     def menu(self, tables: RunTables) -> list[JsonDict]:
         """Returns the options of the menu of lenses as a list of dicts: value, label, and whether the option is
@@ -78,7 +82,7 @@ class RunReader:
         key = (tables.run.directory, tables.run.version, lens, site, tuple(rows.row))
         with self._lock:
             if key not in self._read:
-                trace, model = self._trace(tables)
+                trace, model = self._with_states(tables)
                 try:
                     kept = rows[rows.state_index >= 0]
                     self._read[key] = analysis.read_states(trace, self._lens(lens, model), site, rows=kept)
@@ -93,17 +97,30 @@ class RunReader:
         number in the rows table. Raises: CannotShow, with the reason, if the row's states are missing or cannot be
         read; KeyError for an unknown row."""
         with self._lock:
-            trace, _ = self._trace(tables)
+            trace, _ = self._with_states(tables)
             try:
                 line = tables.run.rows.set_index("row").loc[row]
                 return analysis.attribution(trace, int(line.request_id), row=row)
             except (ValueError, RuntimeError) as error:
                 raise CannotShow(str(error)) from error
 
-    def _trace(self, tables: RunTables) -> "tuple[Trace, CachedLM]":
-        """Returns (trace, model) of the run, both loaded at the first use. Raises: CannotShow if the run kept no
-        states, or if its model cannot be loaded."""
+    def flip(self, tables: RunTables, request: int, step: int, progress: Callable[[int, int], None]) -> "Flips":
+        """Returns the result of `cp.analysis.flip` for one rejected draft. Raises: CannotShow if the model cannot be
+        loaded; otherwise as `cp.analysis.flip`."""
+        with self._lock:
+            trace, model = self._trace(tables)
+        return analysis.flip(trace, request, step, model=model, progress=progress)
+
+    def _with_states(self, tables: RunTables) -> "tuple[Trace, CachedLM]":
+        """Returns (trace, model) as `_trace`. Raises: CannotShow also if the run kept no states."""
         if reason := self.why_not(tables):
+            raise CannotShow(reason)
+        return self._trace(tables)
+
+    def _trace(self, tables: RunTables) -> "tuple[Trace, CachedLM]":
+        """Returns (trace, model) of the run, both loaded at the first use. Raises: CannotShow if the model cannot be
+        loaded."""
+        if reason := self.no_model(tables):
             raise CannotShow(reason)
         run, directory = tables.run, tables.run.directory
         earlier = self._traces.get(directory)

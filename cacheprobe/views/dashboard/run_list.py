@@ -15,7 +15,7 @@ from cacheprobe.sweeps.store import PLAN, SHARDS
 from cacheprobe.trace.manifest import JOURNAL, MANIFEST, TraceError
 from cacheprobe.trace.places import recorded_by
 from cacheprobe.trace.stored import StoredRun, growing_run
-from cacheprobe.views.dashboard.flip_process import FlipJobs
+from cacheprobe.views.dashboard.flip_jobs import FlipJobs
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, whole
 from cacheprobe.views.dashboard.reader import RunReader
 from cacheprobe.views.dashboard.run_tables import RunTables
@@ -118,13 +118,13 @@ class Follower:
         self.writer = recorded_by(self.directory)  # before the files: if it is gone, they are as it left them
         if (self.directory / MANIFEST).exists():
             stored = StoredRun(self.directory)
-            self._tables, self.is_finished, run_id = _warmed(stored, self._tables), True, stored.run_id
+            self._tables, self.is_finished, run_id = _warmed(stored), True, stored.run_id
         else:
             run = self._run.read_on() or _followed(self.directory)
             if run is self._run:
                 return
             run_id = run.run_id
-            self._run, self._tables = run, _warmed(run, self._tables)
+            self._run, self._tables = run, _warmed(run)
         if run_id != self._run_id:
             self._replaced = f"Another run is in {self.directory} in place of the one that was shown. "
             self._run_id = run_id
@@ -162,10 +162,9 @@ def _followed(directory: Path) -> "GrowingRun":
     return growing_run(directory)
 
 
-def _warmed(run: StoredRun, before: RunTables | None = None) -> RunTables:
-    """Returns the RunTables of a run, with what every page needs of the whole run: so `look` counts the time of it.
-    before: the RunTables up to an earlier part."""
-    tables = RunTables(run, before)
+def _warmed(run: StoredRun) -> RunTables:
+    """Returns the RunTables of a run, with what every page needs of the whole run: so `look` counts the time of it."""
+    tables = RunTables(run)
     tables.warm()
     return tables
 

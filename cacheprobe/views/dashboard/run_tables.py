@@ -1,6 +1,6 @@
 """Wraps one stored run for the dashboard, and caches what the views compute from its tables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from threading import Lock
 
@@ -11,11 +11,11 @@ from cacheprobe.trace.manifest import UNFINISHED
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import ledger_at, rows_in_use
 from cacheprobe.trace.tables.engine_differences import request_differences
-from cacheprobe.trace.tables.token_history import standing_at, token_history
+from cacheprobe.trace.tables.token_history import token_history
 from cacheprobe.views.diagrams.lens_grid import finding
-from cacheprobe.views.diagrams.timeline import step_words, timeline_finding
+from cacheprobe.views.diagrams.timeline import step_words
 from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
-from cacheprobe.views.rejected import RejectedList
+from cacheprobe.views.rejected import rejected_of_run, selected
 from cacheprobe.views.report.insight import first_to_show
 from cacheprobe.views.report.request_text import TextParts, text_parts
 from cacheprobe.views.text import text_of
@@ -28,14 +28,13 @@ class RunTables:
     """Holds one stored run, and returns lines of the run's tables by request or step, and the range of positions on a
     page of the lens grid. Readings, windows, token histories and the tables split by request are cached."""
 
-    def __init__(self, run: StoredRun, before: "RunTables | None" = None) -> None:
-        """before: the RunTables of the same run up to an earlier part."""
+    def __init__(self, run: StoredRun) -> None:
         self.run = run
-        self.rejected = RejectedList(run, None if before is None else before.rejected)
         self.name = run.directory.name
         self._lock = Lock()
         self._whole_readings: dict[int, pd.DataFrame] = {}
         self._readings_at = lru_cache(maxsize=32)(run.readings)
+        self.rejected_lines = lru_cache(maxsize=16)(lambda selection: selected(self.rejected, selection, run))
         self.steps_in_words = lru_cache(maxsize=64)(self._steps_in_words)
         self.windows = lru_cache(maxsize=64)(self._windows)
         self.history_of = lru_cache(maxsize=256)(lambda request_id: token_history(self.events_of(request_id)))
@@ -73,15 +72,15 @@ class RunTables:
         return request_differences(self.run.meta["replay"], events, request_id, self.prompt_length(request_id))
 
     @cached_property
+    def rejected(self) -> pd.DataFrame:
+        """The table of `Trace.rejected`."""
+        return rejected_of_run(self.run)
+
+    @cached_property
     def steps(self) -> range:
         """Range of all steps of the run."""
         steps = self.run.events.step
         return range(int(steps.min()), int(steps.max()) + 1) if len(steps) else range(0)
-
-    @cached_property
-    def finding(self) -> str:
-        """Sentence above the timeline, about the whole run, as plain text."""
-        return timeline_finding(self.run.events)
 
     @cached_property
     def verified(self) -> dict[int, bool]:
@@ -122,10 +121,6 @@ class RunTables:
         """Returns a DataFrame: the lines of the events table of one request; empty for an unknown request."""
         return self._by_request["events"].get(request_id, self.run.events.iloc[:0])
 
-    def events_of_all(self, requests: Sequence[int]) -> pd.DataFrame:
-        """Returns a DataFrame: the lines of the events table of several requests."""
-        return pd.concat([self.run.events.iloc[:0], *(self.events_of(r) for r in requests)])
-
     def rows_of(self, request_id: int) -> pd.DataFrame:
         """Returns a DataFrame: the lines of the rows table of one request; empty for an unknown request."""
         return self._by_request["rows"].get(request_id, self.run.rows.iloc[:0])
@@ -146,7 +141,7 @@ class RunTables:
 
     def warm(self) -> None:
         """Computes and caches the tables and texts that the first page needs, so that the page loads faster."""
-        _ = self.opening, self.verified, self.finding, self._slots_by_step, self.run.token_texts, self._by_request
+        _ = self.opening, self.verified, self._slots_by_step, self.run.token_texts, self._by_request
 
     def prompt_length(self, request_id: int) -> int:
         """Returns the number of prompt tokens of a request."""
@@ -158,11 +153,9 @@ class RunTables:
         rows = self.rows_of(request_id)
         return rows[rows.position >= self.prompt_length(request_id) - 1]
 
-    def tokens_after(self, requests: Sequence[int], step: int) -> pd.DataFrame:
-        """Returns a DataFrame of the token at each place of each request after a step, as `token_history.standing_at`
-        does: committed tokens, draft tokens without a verdict, and tokens that this step rolled back. requests: at
-        least one."""
-        return standing_at(pd.concat([self.history_of(r) for r in requests], ignore_index=True), step)
+    def histories(self, requests: Iterable[int]) -> pd.DataFrame:
+        """Returns the token histories of several requests (at least one), as `token_history`."""
+        return pd.concat([self.history_of(request) for request in requests], ignore_index=True)
 
     def _text_parts(self, request_id: int) -> TextParts:
         run, prompt = self.run, self.run.request(request_id)["prompt_token_ids"]

@@ -14,7 +14,6 @@ from cacheprobe.views.dashboard.view import WAYS
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.style import PICTURE_CSS, THEME_CSS
 from cacheprobe.views.text import markup
-from cacheprobe.views.thoughts.strokes import WAITING
 
 Element: TypeAlias = object
 """Dash component. Dash creates the classes of components at import, so no type names them. None shows nothing."""
@@ -45,7 +44,7 @@ def index(run_list: RunList, scripts: Sequence[str]) -> str:
     return (
         '<!DOCTYPE html><html lang="en"><head>{%metas%}<title>{%title%}</title>{%favicon%}'
         f"<style>{PICTURE_CSS}{THEME_CSS}</style>{{%css%}}</head>"
-        f'<body class="cp" data-listed="{content_json}">{svg.TEXTURES}{WAITING}{{%app_entry%}}'
+        f'<body class="cp" data-listed="{content_json}">{svg.TEXTURES}{{%app_entry%}}'
         f"<footer>{{%config%}}{own}{{%scripts%}}{{%renderer%}}</footer></body></html>"
     )
 

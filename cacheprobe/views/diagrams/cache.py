@@ -3,12 +3,11 @@ strip with a cell for each slot, and the passes that wrote them."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import pandas as pd
 
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.frame import Markup
 from cacheprobe.views.diagrams.windows import Window
 from cacheprobe.views.text import counted, markup, runs_of, stretch
 
@@ -21,6 +20,8 @@ def cache_picture(
     pending: int | None = None,
     truncated: int = 0,
     has_ended: bool = False,
+    windows: Sequence[Window] = (),
+    memory: str = "",
 ) -> Markup:
     """Returns HTML of one request's cache slots: a cylinder with their counts, a strip with a cell for each slot, and a
     table of the passes that wrote them. Colours show the pass that wrote a slot: blue prefill, yellow draft
@@ -32,42 +33,20 @@ def cache_picture(
     truncated: number of slots that the step removed again, drawn below the cylinder as an outline;
     `Window.num_truncated` counts them.  has_ended: the request has ended by then, and its slots are free; drawn are
     those that it held at its end.
+    windows: the request's verify windows, from `find_windows`: the table also has what their passes removed again.
+    memory: a sentence about the cache of all requests, as HTML, shown below the table.
     Raises: ValueError for a ledger without lines, or with an unknown provenance.  Source: figure of LLM-42 (arXiv
     2601.17768).
     """
-    marks = CacheMarks(pending, truncated, has_ended)
-    return cache_piece(ledger, request_id, step, marks).alone
-
-
-class CacheMarks(NamedTuple):
-    """Says what a picture of cache slots marks beside the slots; `cache_picture` explains each."""
-
-    pending: int | None = None
-    truncated: int = 0
-    has_ended: bool = False
-
-
-def cache_piece(
-    ledger: pd.DataFrame,
-    request_id: int | None,
-    step: int | None,
-    marks: CacheMarks,
-    windows: Sequence[Window] = (),
-    memory: str = "",
-) -> TitledPicture:
-    """Returns the picture of one request's cache slots as a `TitledPicture` (title, note, HTML body), for a page that
-    has the styles. ledger, request_id, step: as in `cache_picture`.  windows: of the request; the table also has what
-    their passes removed again.  memory: HTML on the cache of all requests for the note.
-    Raises: ValueError for an empty ledger or an unknown provenance."""
     owner = "the request" if request_id is None else f"request {request_id}"
     if ledger.empty:
         raise ValueError(f"the ledger is empty: {owner} holds no cache slots then; give a step at which it does")
-    when = "at its end" if marks.has_ended else "" if step is None else f"after step {step}"
-    cylinder = cylinder_strokes(["KV cache", *filter(None, [when])], ledger, step=step, truncated=marks.truncated)
+    when = "at its end" if has_ended else "" if step is None else f"after step {step}"
+    cylinder = cylinder_strokes(["KV cache", *filter(None, [when])], ledger, step=step, truncated=truncated)
     picture = svg.picture(290, CACHE_HEIGHT + 8, f"KV cache of {owner} {when}", cylinder, style="max-width:290px")
-    strip = cache_strip(ledger, request_id=request_id, step=step, pending=marks.pending)
+    strip = cache_strip(ledger, request_id=request_id, step=step, pending=pending)
     slots = counted(len(ledger), "cache slot")
-    held = f"has ended and freed its {slots}" if marks.has_ended else f"holds {slots} {when}".rstrip()
+    held = f"has ended and freed its {slots}" if has_ended else f"holds {slots} {when}".rstrip()
     parts = ", ".join(f"{number} {name}" for name, number in cache_counts(ledger).items())
     about = ""
     if step is not None:
@@ -76,7 +55,7 @@ def cache_piece(
     note = " ".join(filter(None, (about, memory)))
     body = f"<div class='cylinder'>{picture}</div><h4>Slot by slot</h4>{strip}{cache_passes(ledger, windows, step)}"
     body += f"<p class='note'>{note}</p>" if note else ""
-    return TitledPicture(f"{owner[0].upper()}{owner[1:]} {held}: {parts}", "", body)
+    return Markup.of(f"{owner[0].upper()}{owner[1:]} {held}: {parts}", body)
 
 
 PROVENANCE_STYLES: dict[str, tuple[str, str | None]] = {
@@ -130,21 +109,13 @@ def cylinder_strokes(
     y += 12
     for name, count in counts.items():
         colour, texture = PROVENANCE_STYLES[name]
-        parts.append(swatch(112, y, colour, texture))
+        parts.append(svg.swatch(112, y, colour, texture))
         label = f"{count} {'rolled back' if name == 'truncated' else name}"
         if name == "verified" and 0 < (now := written_now.get(name, 0)) < count:
             label += f" ({now} now)"
         parts.append(svg.text(136, y + 11, label, "red-ink" if colour == "gone" else ""))
         y += 20
     return parts
-
-
-def swatch(x: float, y: float, colour: str, texture: str | None) -> str:
-    """Returns SVG of a box of 18 x 13 px with one colour and texture, for a legend; the colour "gone" gives a dashed
-    red outline."""
-    if colour == "gone":
-        return f'<rect x="{x:g}" y="{y:g}" width="18" height="13" rx="3" class="box red-stroke gone"/>'
-    return svg.box(x, y, 18, 13, colour, texture, radius=3)
 
 
 def _band_tip(ledger: pd.DataFrame, name: str, count: int) -> str:

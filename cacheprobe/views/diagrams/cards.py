@@ -10,7 +10,7 @@ from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
-from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.frame import Markup
 from cacheprobe.views.diagrams.lens_grid import reads_and_predicts
 from cacheprobe.views.report.insight import insight
 from cacheprobe.views.text import counted, markup, text_of, token_label, visible
@@ -63,7 +63,7 @@ def token_card(
     title, body = card_parts(readings, prediction_depth(readings).iloc[0].to_dict(), outcomes, texts, input_token)
     rows_here = of_request[of_request.position == position]
     note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, outcomes, texts)) + "."
-    return TitledPicture(title, note, body).alone
+    return Markup.of(title, body, note)
 
 
 def card_parts(
@@ -184,7 +184,7 @@ def thought_card(
     """
     story = story_of(thoughts, rows, events, request_id, token_texts)
     title, body = chunk_parts(story, position, thinking or {}, step, tag="span")
-    return TitledPicture(title, "", body).alone
+    return Markup.of(title, body)
 
 
 def chunk_parts(

@@ -8,9 +8,9 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.frame import Markup, legend
 from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, margin_texture
-from cacheprobe.views.diagrams.timeline import LABEL_WIDTH, drawn_requests, key, request_name
+from cacheprobe.views.diagrams.timeline import LABEL_WIDTH, drawn_requests, request_name
 from cacheprobe.views.diagrams.windows import verified_requests
 from cacheprobe.views.text import counted, text_of, token_label, visible
 
@@ -26,18 +26,21 @@ _STATE_WORDS = {
     "rolled_back": "rolled back",
 }
 
-STATES_LEGEND = (
+_STATES = (
     ("yellow", None, f"{SIGNS['draft']} draft token"),
     ("green", None, "committed"),
     ("green", "pending", f"{SIGNS['pending']} newest, pending"),
     ("red", "rolled-back", f"{SIGNS['rolled_back']} rolled back now"),
 )
-GRID_LEGEND = (
+_MARGINS = (
     ("grey", None, f"top-two margin ≥ {SETTLED_NATS:g} nats, or not known"),
     ("grey", "crossed-grey", "between"),
     ("grey", "dotted-grey", f"< {CONTESTED_NATS:g} nats"),
 )
-
+_LEGEND = "".join(
+    legend((svg.swatch(1, 2, colour, texture), name) for colour, texture, name in items)
+    for items in (_STATES, _MARGINS)
+)
 
 MOST_PLACES = 40
 """Largest number of generated tokens of a request in one picture."""
@@ -75,64 +78,31 @@ def decode_grid(
     if not first <= step <= last:
         raise ValueError(f"there is no step {step}; the table has {first} to {last}")
     history = token_history(events[events.request_id.isin([*wanted, *chosen_request])])
-    standing = standing_at(history, step)
-    if places is None:
-        drawn = standing[standing.request_id.isin(wanted)]
-        places = range(min(int(drawn.place.max()) + 1, MOST_PLACES) if len(drawn) else 1)
     with_verdict = verified_requests(events)
     verified = {request: request in with_verdict for request in all_requests}
-    return decode_piece(history, standing, wanted, places, step, token_texts, verified=verified, chosen=chosen).alone
+    return decode_picture(history, wanted, places, step, token_texts, verified=verified, chosen=chosen)
 
 
-def decode_piece(
+def decode_picture(
     history: pd.DataFrame,
-    standing: pd.DataFrame,
     requests: Sequence[int],
-    places: range,
+    places: range | None,
     step: int,
     token_texts: Mapping[int, str],
     *,
     verified: Mapping[int, bool],
     chosen: tuple[int, int] | None = None,
-) -> TitledPicture:
-    """Returns the grid of requests by generated tokens as a `TitledPicture` (title, note, HTML body). history: one line
-    for each drafted or committed token, from `token_history`. standing: the tokens at each place after the step, from
-    `standing_at`.  verified: by request, whether the request is ever verified."""
-    whose = list(requests) if chosen is None else [chosen[0]]
-    state_counts = standing[standing.request_id.isin(whose)].state.value_counts()
-    num_committed = int(state_counts.get("committed", 0) + state_counts.get("pending", 0))
-    parts = [f"{counted(num_committed, 'token')} committed"]
-    if num_drafts := int(state_counts.get("draft", 0)):
-        parts.append(f"{counted(num_drafts, 'draft token')} without a verdict")
-    # counted in the history: `standing` shows the recovered token in place of the first rejected one
-    is_lost = (history.outcome == "rolled_back").fillna(False)
-    lost = history.request_id.isin(whose) & (history.decided_step == step).fillna(False) & is_lost
-    if lost.any():
-        parts.append(f"{lost.sum()} rolled back now")
-    subject = f"{len(requests)} requests have" if chosen is None and len(requests) != 1 else f"request {whose[0]} has"
-    picture = decode_picture(standing, requests, places, token_texts, verified=verified, chosen=chosen, step=step)
-    body = f"<div class='scroll'>{picture}</div>{key(STATES_LEGEND)}{key(GRID_LEGEND)}"
-    return TitledPicture(f"After step {step}, {subject} {', '.join(parts)}", _NOTE, body)
+) -> Markup:
+    """Returns HTML of the grid of requests by generated tokens. Cells carry data-request and data-place.
 
-
-def decode_picture(
-    standing: pd.DataFrame,
-    requests: Sequence[int],
-    places: range,
-    token_texts: Mapping[int, str],
-    *,
-    verified: Mapping[int, bool],
-    chosen: tuple[int, int] | None = None,
-    step: int | None = None,
-) -> str:
-    """Returns SVG text of a grid: a line for each request, a cell for each generated token in `places` (0 is the
-    first). Cells carry data-request and data-place.
-
-    standing: from `token_history.standing_at`.  verified: by request, whether its tokens are ever verified; the other
-    requests are grey.  chosen: (request, generated token) to frame.  step: tokens that this step drafted, or committed
-    without a draft, have a bold edge.
+    history: one line for each drafted or committed token, from `token_history`, of these requests and the chosen one.
+    verified: by request, whether its tokens are ever verified; other requests are grey.  places, chosen: as in
+    `decode_grid`.
     """
-    shown = standing[standing.request_id.isin(list(requests)) & standing.place.isin(places)]
+    standing = standing_at(history, step)
+    drawn = standing[standing.request_id.isin(list(requests))]
+    if places is None:
+        places = range(min(int(drawn.place.max()) + 1, MOST_PLACES) if len(drawn) else 1)
     width, height = LABEL_WIDTH + TOKEN_PITCH * len(places) + 4, _TOP + _ROW * len(requests) + 2
     parts = [svg.text(2, 12, "read", "small muted"), svg.text(2, 27, "→ predicts", "small muted")]
     for i, place in enumerate(places):
@@ -141,17 +111,35 @@ def decode_picture(
     y_of_request = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
     for request, y in y_of_request.items():
         parts.append(request_name(request, y, bool(chosen and request == chosen[0])))
-    for line in shown.itertuples():
+    for line in drawn[drawn.place.isin(places)].itertuples():
         x, y = _x(places.index(line.place)), y_of_request[line.request_id]
         parts.append(_token_cell(line, x, y, text_of(token_texts, line.token_id), verified[line.request_id], step))
     if chosen and chosen[0] in y_of_request and chosen[1] in places:
         x, y = _x(places.index(chosen[1])), y_of_request[chosen[0]]
         parts.append(f'<rect class="cursor" x="{x - 2}" y="{y - 2}" width="{_CELL + 4}" height="28" rx="6"/>')
     label = f"Tokens {places.start + 1} to {places.stop} of {len(requests)} requests"
-    return svg.picture(width, height, label, parts, style=f"width:{width}px;max-width:none")
+    picture = svg.picture(width, height, label, parts, style=f"width:{width}px;max-width:none")
+    finding = _finding(history, standing, list(requests) if chosen is None else [chosen[0]], step)
+    return Markup.of(finding, f"<div class='scroll'>{picture}</div>", _NOTE, _LEGEND)
 
 
-def _token_cell(line: TableLine, x: float, y: float, token: str, is_verified: bool, step: int | None) -> str:
+def _finding(history: pd.DataFrame, standing: pd.DataFrame, requests: Sequence[int], step: int) -> str:
+    """Returns a sentence, as plain text, on the tokens of these requests after a step."""
+    state_counts = standing[standing.request_id.isin(requests)].state.value_counts()
+    num_committed = int(state_counts.get("committed", 0) + state_counts.get("pending", 0))
+    parts = [f"{counted(num_committed, 'token')} committed"]
+    if num_drafts := int(state_counts.get("draft", 0)):
+        parts.append(f"{counted(num_drafts, 'draft token')} without a verdict")
+    # counted in the history: `standing` shows the recovered token in place of the first rejected one
+    is_lost = (history.outcome == "rolled_back").fillna(False)
+    lost = history.request_id.isin(requests) & (history.decided_step == step).fillna(False) & is_lost
+    if lost.any():
+        parts.append(f"{lost.sum()} rolled back now")
+    subject = f"{len(requests)} requests have" if len(requests) != 1 else f"request {requests[0]} has"
+    return f"After step {step}, {subject} {', '.join(parts)}"
+
+
+def _token_cell(line: TableLine, x: float, y: float, token: str, is_verified: bool, step: int) -> str:
     colour = _COLOURS[line.state] if is_verified else "grey"
     margin = "margin not known"
     if pd.notna(line.margin_nats):
@@ -168,12 +156,11 @@ def _token_cell(line: TableLine, x: float, y: float, token: str, is_verified: bo
         texture = "rolled-back"
     elif line.state == "pending" and is_verified and texture is None:
         texture = "pending"
-    is_new = step is not None and line.born == step
     box = svg.box(x, y, _CELL, 24, colour, texture, radius=4, tip=tip)
     box += svg.text(x + _CELL / 2, y + 16, token_label(token, 6), f"token halo on-{colour}", "middle")
     if is_verified:
         box += svg.text(x + 3, y + 10, SIGNS[line.state], f"mark halo on-{colour}")
-    new_class = " new" if is_new else ""
+    new_class = " new" if line.born == step else ""
     return f'<g class="pick{new_class}" data-request="{line.request_id}" data-place="{line.place}">{box}</g>'
 
 

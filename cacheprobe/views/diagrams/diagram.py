@@ -1,16 +1,13 @@
 """Draws one verify window of a run as panels: prefill, decode, verify, and the outcome (rollback or no rollback)."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import pandas as pd
 
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import swatch
-from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.frame import Markup, Panel, legend, panels_alone
 from cacheprobe.views.diagrams.panels import (
     DecodedToken,
-    Panel,
     decode_panel,
     outcome_panel,
     prefill_panel,
@@ -21,15 +18,20 @@ from cacheprobe.views.diagrams.panels import (
 from cacheprobe.views.diagrams.windows import Window, verified_requests
 from cacheprobe.views.text import counted, text_of
 
-_LEGEND = (
-    ("blue", None, None, "prefill"),
-    ("yellow", "provisional", None, "draft token, provisional slot"),
+_SWATCHES = (
+    ("blue", None, "", "prefill"),
+    ("yellow", "provisional", "", "draft token, provisional slot"),
     ("green", None, "check", "accepted"),
-    ("green", "verified", None, "verified slot"),
-    ("green", "pending", None, "pending: committed, slot not written yet"),
+    ("green", "verified", "", "verified slot"),
+    ("green", "pending", "", "pending: committed, slot not written yet"),
     ("red", None, "cross", "rolled back, or not used"),
-    ("grey", None, None, "other requests"),
+    ("grey", None, "", "other requests"),
 )
+_KEYS = [
+    (svg.swatch(1, 2, colour, texture) + (svg.mark(10, 8.5, sign, 0.7) if sign else ""), meaning)
+    for colour, texture, sign, meaning in _SWATCHES
+] + [(svg.mark(9, 9, "turn"), "recovered"), (svg.mark(9, 9, "plus"), "bonus")]
+"""Legend of the diagrams: (SVG elements within 26 x 18 px, meaning)."""
 
 
 def window_diagram(
@@ -48,7 +50,22 @@ def window_diagram(
     ledgers: [trace.ledger(request_id, step) for step in window.ledger_steps].  token_texts: from `token_texts`.
     Source: figure of LLM-42 (arXiv 2601.17768), prefill, decode, verify, roll back.
     """
-    return window_phases(window, events, ledgers, token_texts, is_deterministic=is_deterministic).alone
+    after_prefill, after_decode, after_verify = ledgers
+    request, drafted = window.request_id, []
+    for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True)):
+        name, tip = token_name(i + 1, is_draft=True), token_tip(request, window.start + i, "draft token", step)
+        chip = svg.Chip(name, text_of(token_texts, token_id), "yellow", "provisional", tip=tip)
+        drafted.append(DecodedToken(chip, step))
+    tip = token_tip(request, window.start - 1, "committed")
+    newest = svg.Chip("T₀", text_of(token_texts, window.newest_token_id), "green", tip=tip)
+    name = "deterministic request" if is_deterministic else f"request {window.request_id}"
+    panels = [
+        prefill_panel(events, request, window.prefill_steps, after_prefill, name),
+        decode_panel(events, request, after_decode, newest, drafted),
+        verify_panel(window, token_texts),
+        outcome_panel(window, after_verify, token_texts),
+    ]
+    return _side_by_side(_window_finding(window), panels)
 
 
 def decoded_diagram(
@@ -67,83 +84,7 @@ def decoded_diagram(
         raise ValueError(f"there is no decoding of request {request_id}; the table has events of {listed or 'none'}")
     if request_id in verified_requests(events):
         raise ValueError(f"request {request_id} is verified; draw one of its windows with window_diagram")
-    return decoded_phases(request_id, events, ledgers, token_texts).alone
-
-
-class Phases(NamedTuple):
-    """Holds the phases of a verify window, or of a never verified request, each as a panel, and the sentence above."""
-
-    finding: str
-    """Plain text."""
-    panels: list[Panel]
-
-    @property
-    def body(self) -> str:
-        """HTML of the panels side by side, without styles and legend; the page must have the styles of the diagrams."""
-        return f'<div class="panels">{"".join(panel.html for panel in self.panels)}</div>'
-
-    @property
-    def html(self) -> str:
-        """HTML of the sentence and the panels, for a page that already has the styles."""
-        return TitledPicture(self.finding, "", self.body).html
-
-    @property
-    def alone(self) -> Markup:
-        """HTML of the sentence, the panels and the legend with the styles, as a `Markup`."""
-        return TitledPicture(self.finding, "", self.body + key_list(keys())).alone
-
-
-def _window_finding(window: Window) -> str:
-    """Returns a sentence, as plain text, on a verify window: how many of its draft tokens were rolled back, or that all
-    were accepted, or that there were none."""
-    drafted, accepted = len(window.draft_token_ids), window.num_accepted
-    if window.is_rollback:
-        lost = drafted - accepted
-        result = f"{lost} of {drafted} draft tokens {'was' if lost == 1 else 'were'} rolled back"
-    elif drafted:
-        result = f"all {drafted} draft tokens were accepted" if drafted > 1 else "its one draft token was accepted"
-    else:
-        result = "nothing was drafted"
-    return f"Request {window.request_id}, the window that ends in step {window.step}: {result}"
-
-
-def window_phases(
-    window: Window,
-    events: pd.DataFrame,
-    ledgers: Sequence[pd.DataFrame],
-    token_texts: Mapping[int, str],
-    *,
-    is_deterministic: bool = False,
-) -> Phases:
-    """Returns the `Phases` of one verify window, four panels: prefill, decode, verify, outcome. Arguments as for
-    `window_diagram`."""
-    after_prefill, after_decode, after_verify = ledgers
-    request, drafted = window.request_id, []
-    for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True)):
-        name, tip = token_name(i + 1, is_draft=True), token_tip(request, window.start + i, "draft token", step)
-        chip = svg.Chip(name, text_of(token_texts, token_id), "yellow", "provisional", tip=tip)
-        drafted.append(DecodedToken(chip, step))
-    tip = token_tip(request, window.start - 1, "committed")
-    newest = svg.Chip("T₀", text_of(token_texts, window.newest_token_id), "green", tip=tip)
-    name = "deterministic request" if is_deterministic else f"request {window.request_id}"
-    panels = [
-        prefill_panel(events, request, window.prefill_steps, after_prefill, name),
-        decode_panel(events, request, after_decode, newest, drafted),
-        verify_panel(window, token_texts),
-        outcome_panel(window, after_verify, token_texts),
-    ]
-    return Phases(_window_finding(window), panels)
-
-
-def decoded_phases(
-    request_id: int, events: pd.DataFrame, ledgers: Sequence[pd.DataFrame], token_texts: Mapping[int, str]
-) -> Phases:
-    """Returns the `Phases` of a never verified request: the prefill and the decode panel.
-
-    ledgers: the request's ledger after its last prefill step, and at its end.
-    """
     after_prefill, at_end = ledgers
-    of_request = events[events.request_id == request_id]
     prefills = of_request[of_request.phase == "prefill"]
     # a preempted request has a second prefill pass, which commits no token
     first_generated = next(int(ids[-1]) for ids in prefills.committed_token_ids if len(ids))
@@ -166,23 +107,24 @@ def decoded_phases(
         decode_panel(events, request_id, at_end, newest, columns, is_verified=False),
     ]
     tokens = counted(num_generated, "token")
-    return Phases(f"Request {request_id} is never verified: its {tokens} were committed as decoded", panels)
+    return _side_by_side(f"Request {request_id} is never verified: its {tokens} were committed as decoded", panels)
 
 
-def key_list(entries: Sequence[tuple[str, str]], first: str = "") -> str:
-    """Returns a legend as an HTML list. entries: (SVG elements, meaning) of each entry.  first: HTML of list items to
-    put before the entries."""
-    items = [
-        f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{meaning}</li>' for drawn, meaning in entries
-    ]
-    return f'<ul class="legend">{first}{"".join(items)}</ul>'
+def _side_by_side(finding: str, panels: Sequence[Panel]) -> Markup:
+    """Returns the panels with the legend as a `Markup`. finding: plain text."""
+    body = f'<div class="panels">{"".join(panel.html for panel in panels)}</div>'
+    return Markup.of(finding, body, "", legend(_KEYS), lambda: panels_alone(finding, panels, _KEYS))
 
 
-def keys() -> list[tuple[str, str]]:
-    """Returns a list of (SVG elements within 26 x 18 px, meaning): the legend of the diagrams' colours, textures and
-    signs."""
-    items = []
-    for colour, texture, sign, meaning in _LEGEND:
-        drawn = swatch(1, 2, colour, texture) + (svg.mark(10, 8.5, sign, 0.7) if sign else "")
-        items.append((drawn, meaning))
-    return [*items, (svg.mark(9, 9, "turn"), "recovered"), (svg.mark(9, 9, "plus"), "bonus")]
+def _window_finding(window: Window) -> str:
+    """Returns a sentence, as plain text, on a verify window: how many of its draft tokens were rolled back, or that all
+    were accepted, or that there were none."""
+    drafted, accepted = len(window.draft_token_ids), window.num_accepted
+    if window.is_rollback:
+        lost = drafted - accepted
+        result = f"{lost} of {drafted} draft tokens {'was' if lost == 1 else 'were'} rolled back"
+    elif drafted:
+        result = f"all {drafted} draft tokens were accepted" if drafted > 1 else "its one draft token was accepted"
+    else:
+        result = "nothing was drafted"
+    return f"Request {window.request_id}, the window that ends in step {window.step}: {result}"

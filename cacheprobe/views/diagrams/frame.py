@@ -2,7 +2,9 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from html import unescape
 from typing import NamedTuple
 
 from cacheprobe.views.diagrams import svg
@@ -11,15 +13,35 @@ from cacheprobe.views.text import columns_of, markup
 
 
 class Markup(str):
-    """Holds HTML as a str: a notebook shows the picture, and the text can be written to a file."""
+    """Holds HTML of a picture as a str: a notebook shows the picture, and the text can be written to a file. Its
+    attributes have the parts, for a page that already has the styles."""
 
-    finding: str
+    finding: str = ""
     """Title of the picture as plain text: what the picture shows."""
+    note: str = ""
+    """HTML below the title; "" for no note."""
+    body: str = ""
+    """HTML of the picture."""
+    legend: str = ""
+    """HTML of the legend; "" if it is part of the body."""
+    draw: Callable[[], "Drawing"] | None = None
+    """Returns the picture as an SVG file, with title, note and legend; None for a picture that is not SVG alone."""
 
-    def __new__(cls, html: str, finding: str = "") -> "Markup":
-        made = super().__new__(cls, html)
-        made.finding = finding
+    @classmethod
+    def of(
+        cls, finding: str, body: str, note: str = "", legend: str = "", draw: Callable[[], "Drawing"] | None = None
+    ) -> "Markup":
+        """Returns the HTML of a picture with the styles and textures of the diagrams, readable on a page of any
+        colour."""
+        inside = f"<h3>{markup(finding)}</h3>{_note_html(note)}{body}{legend}"
+        made = cls(f'<div class="cp alone"><style>{PICTURE_CSS}</style>{svg.TEXTURES}{inside}</div>')
+        made.finding, made.note, made.body, made.legend, made.draw = finding, note, body, legend, draw
         return made
+
+    @property
+    def html(self) -> str:
+        """HTML of title, note, body and legend, for a page that already has the styles."""
+        return f"<h2>{markup(self.finding)}</h2>{_note_html(self.note)}{self.body}{self.legend}"
 
     def _repr_html_(self) -> str:
         return str(self)
@@ -29,30 +51,17 @@ class Markup(str):
         return f"Markup({self.finding!r}, {len(self)} characters of HTML)"
 
 
-class TitledPicture(NamedTuple):
-    """Holds a picture in three parts: title, note and HTML body."""
+def _note_html(note: str) -> str:
+    return f"<p class='note'>{note}</p>" if note else ""
 
-    title: str
-    """Plain text."""
-    note: str
-    """HTML; "" for no note."""
-    body: str
-    """HTML: the picture and its legend."""
 
-    @property
-    def html(self) -> str:
-        """HTML of title, note and body, for a page that already has the styles."""
-        return f"<h2>{markup(self.title)}</h2>{self._note_html}{self.body}"
-
-    @property
-    def alone(self) -> Markup:
-        """HTML of title, note and body with the styles of the diagrams, as a `Markup`, readable on a page of any
-        colour."""
-        return Markup(framed(f"<h3>{markup(self.title)}</h3>{self._note_html}{self.body}"), self.title)
-
-    @property
-    def _note_html(self) -> str:
-        return f"<p class='note'>{self.note}</p>" if self.note else ""
+def legend(entries: Iterable[tuple[str, str]], first: str = "") -> str:
+    """Returns a legend as an HTML list. entries: (SVG elements within 26 x 18 px, meaning).  first: HTML of list items
+    to put before the entries."""
+    items = "".join(
+        f'<li><svg viewBox="0 0 26 18" aria-hidden="true">{drawn}</svg>{meaning}</li>' for drawn, meaning in entries
+    )
+    return f'<ul class="legend">{first}{items}</ul>'
 
 
 class Panel(NamedTuple):
@@ -72,18 +81,12 @@ class Panel(NamedTuple):
         return f'<section class="{self.classes}">{head}{self.picture}<p>{self.sentence}</p></section>'
 
 
-def framed(body: str) -> str:
-    """Returns HTML: `body` with the styles and textures of the diagrams, so that a page without styles can show the
-    picture."""
-    return f'<div class="cp alone"><style>{PICTURE_CSS}</style>{svg.TEXTURES}{body}</div>'
-
-
 _MARGIN, _HEAD, _LINE = 16, 44, 18
 _LETTER = 7.0
 """Average width of a letter at 13 px, in pixels."""
 _DARK = re.compile(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}")
 _RULE = re.compile(r"([^{}]+)\{([^{}]*)\}")
-_OF_PAGES = re.compile(r"\.(panels?|legend|thoughts|wide|note)\b|svg$")
+_OF_PAGES = re.compile(r"\.(panels?|legend|note)\b|svg$")
 _OWN_CSS = f".cp text{{font:12px {SANS}}}.cp .title{{font-size:17px;font-weight:650}}.cp .said{{font-size:13px}}"
 
 
@@ -98,7 +101,7 @@ class Drawing(NamedTuple):
 def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, str]]) -> Drawing:
     """Returns a `Drawing` (an SVG file) of panels side by side, with a title above and the legend below.
 
-    keys: (SVG elements, meaning) of each entry of the legend, from `diagram.keys`.
+    keys: (SVG elements, meaning) of each entry of the legend, from `diagram.KEYS`.
     """
     gap, panel_width = 28, max(_size_of(panel.picture)[0] for panel in panels)
     heights = [_size_of(panel.picture)[1] for panel in panels]
@@ -109,22 +112,19 @@ def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, 
     for i, (panel, lines) in enumerate(zip(panels, sentences, strict=True)):
         x = _MARGIN + i * (panel_width + gap)
         parts += [
-            _text_element(x, _HEAD + 16, panel.heading, "strong"),
-            _text_element(x + panel_width, _HEAD + 16, panel.note, "muted", "end"),
+            svg.text(x, _HEAD + 16, panel.heading, "strong"),
+            svg.text(x + panel_width, _HEAD + 16, panel.note, "muted", "end"),
             _moved_to(x, _HEAD + 28, _inside(panel.picture)),
-            *(_text_element(x, picture_end + 18 + _LINE * n, line, "said muted") for n, line in enumerate(lines)),
+            *(svg.text(x, picture_end + 18 + _LINE * n, line, "said muted") for n, line in enumerate(lines)),
         ]
     bottom = picture_end + 18 + _LINE * max(map(len, sentences))
     return _svg_file(title, width, bottom, parts, keys)
 
 
-def picture_alone(
-    title: str, picture: str, keys: Sequence[tuple[str, str]], note: str, *, styles: str = "", textures: str = ""
-) -> Drawing:
+def picture_alone(title: str, picture: str, keys: Sequence[tuple[str, str]], note: str) -> Drawing:
     """Returns a `Drawing` (an SVG file) of one picture, with a title above, and a note and the legend below.
 
-    picture: from `svg.picture`.  keys: (SVG elements, meaning) of each entry of the legend.
-    styles, textures: CSS rules and SVG definitions of this picture, used together with those of every diagram.
+    title: plain text.  picture: from `svg.picture`.  keys: (SVG elements, meaning) of each entry of the legend.
     """
     width, height = _size_of(picture)
     width += 2 * _MARGIN
@@ -132,36 +132,35 @@ def picture_alone(
     top = _HEAD + 24 * (len(title_lines) - 1)
     note_lines = _wrapped(_without_tags(note), width - 2 * _MARGIN)
     end = top + height + 20
-    notes = [_text_element(_MARGIN, end + _LINE * n, line, "said muted") for n, line in enumerate(note_lines)]
+    notes = [svg.text(_MARGIN, end + _LINE * n, line, "said muted") for n, line in enumerate(note_lines)]
     parts = [_moved_to(_MARGIN, top, _inside(picture)), *notes]
-    return _svg_file("\n".join(title_lines), width, end + _LINE * len(notes), parts, keys, styles, textures)
+    return _svg_file("\n".join(title_lines), width, end + _LINE * len(notes), parts, keys)
 
 
-def _svg_file(
-    title: str, width: float, bottom: float, parts: list[str], keys: Sequence[tuple[str, str]], styles: str = "",
-    textures: str = "",
-) -> Drawing:  # fmt: skip
+def _svg_file(title: str, width: float, bottom: float, parts: list[str], keys: Sequence[tuple[str, str]]) -> Drawing:
+    """Returns the `Drawing` of these parts with a title, as plain text, above, and the legend below `bottom`."""
     x, y = float(_MARGIN), bottom + 8
     for sign, meaning in keys:
         entry_width = 26 + _LETTER * columns_of(meaning) + 18
         if x + entry_width > width and x > _MARGIN:
             x, y = float(_MARGIN), y + 24
-        parts += [_moved_to(x, y, sign), _text_element(x + 26, y + 13, meaning, "said")]
+        parts += [_moved_to(x, y, sign), svg.text(x + 26, y + 13, meaning, "said")]
         x += entry_width
     height = y + 24 + _MARGIN
-    title_lines = [_text_element(_MARGIN, 28 + 24 * n, line, "title") for n, line in enumerate(title.split("\n"))]
+    title_lines = [svg.text(_MARGIN, 28 + 24 * n, line, "title") for n, line in enumerate(title.split("\n"))]
     return Drawing(
         f'<svg xmlns="http://www.w3.org/2000/svg" class="cp" width="{width:g}" height="{height:g}" '
-        f'viewBox="0 0 {width:g} {height:g}"><style>{_css(styles)}</style>{_inside(svg.TEXTURES)}{_inside(textures)}'
+        f'viewBox="0 0 {width:g} {height:g}"><style>{_css()}</style>{_inside(svg.TEXTURES)}'
         f'<rect width="100%" height="100%" fill="#fff"/>{"".join([*title_lines, *parts])}</svg>\n',
         round(width), round(height),
     )  # fmt: skip
 
 
-def _css(more: str) -> str:
+@cache
+def _css() -> str:
     """Returns the CSS rules of an SVG file on white, as text: colour variables are replaced by their values, and rules
-    for dark mode and for pages left out. more: CSS rules of one picture."""
-    rules = [(selector.strip(), body) for selector, body in _RULE.findall(_DARK.sub("", DIAGRAM_CSS + more))]
+    for dark mode and for pages left out."""
+    rules = [(selector.strip(), body) for selector, body in _RULE.findall(_DARK.sub("", DIAGRAM_CSS))]
     colours = dict(
         pair for selector, body in rules if selector == ".cp" for pair in re.findall(r"(--[\w-]+):([^;]+)", body)
     )
@@ -178,7 +177,7 @@ def _size_of(picture: str) -> tuple[float, float]:
 
 
 def _inside(picture: str) -> str:
-    """Returns the text inside the outermost <svg> element; "" for an empty text."""
+    """Returns the text inside the outermost <svg> element."""
     return picture.partition(">")[2].rpartition("</svg>")[0]
 
 
@@ -187,14 +186,9 @@ def _moved_to(x: float, y: float, strokes: str) -> str:
 
 
 def _without_tags(sentence: str) -> str:
-    """Returns the HTML text without its tags; escaped characters stay escaped."""
-    return re.sub(r"<[^>]*>", "", sentence)
+    """Returns HTML as plain text."""
+    return unescape(re.sub(r"<[^>]*>", "", sentence))
 
 
 def _wrapped(text: str, width: float) -> list[str]:
     return textwrap.wrap(text, max(int(width / _LETTER), 16), break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def _text_element(x: float, y: float, content: str, classes: str, anchor: str = "start") -> str:
-    """Returns an SVG text element at (x, y). content: text that is already escaped."""
-    return f'<text x="{x:g}" y="{y:g}" class="{classes}" text-anchor="{anchor}">{content}</text>'

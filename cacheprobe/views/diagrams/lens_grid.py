@@ -10,9 +10,8 @@ from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.diagram import key_list
-from cacheprobe.views.diagrams.frame import Drawing, Markup, TitledPicture, picture_alone
-from cacheprobe.views.style import GRID_CSS, SHADE_CSS, SHADES
+from cacheprobe.views.diagrams.frame import Drawing, Markup, legend, picture_alone
+from cacheprobe.views.style import SHADES
 from cacheprobe.views.text import columns_of as width_of
 from cacheprobe.views.text import markup, runs_of, token_label, visible
 
@@ -193,48 +192,7 @@ def lens_grid(
     Raises: ValueError if no reading is selected, or for another colour or `include`.  Source: logit lens
     (nostalgebraist 2020).
     """
-    grid = grid_of(hypotheses, request_id, colour=colour, include=include, positions=positions)
-    return TitledPicture(grid.title, grid.note, grid.html).alone
-
-
-class LensGrid(NamedTuple):
-    """Holds a drawn lens grid; its property `html` is HTML for a page, its property `drawing` an SVG file."""
-
-    title: str
-    """What the grid shows of the whole request, as plain text."""
-    note: str
-    """HTML: which readings are drawn."""
-    width: int
-    height: int
-    """Width and height of `strokes`, in pixels."""
-    label: str
-    """Text for screen readers."""
-    strokes: list[str]
-    """SVG elements: columns and the axes' names."""
-    layers: list[int]
-    scale: Scale
-    """Scale of the colours."""
-    keys: list[tuple[str, str]]
-    """(SVG elements, meaning) of each mark in the cells and columns."""
-
-    @property
-    def html(self) -> str:
-        """HTML of the grid and its legend, for a page that has the styles; a narrow page scrolls the grid."""
-        facts = f'data-row-height="{_ROW}" data-low="{self.height - _BELOW - _ROW}" data-layers="{self.layers}"'
-        style = f"width:{self.width}px;max-width:none"
-        drawn = svg.picture(self.width, self.height, self.label, self.strokes, style=style)
-        drawn = drawn.replace("<svg ", f'<svg class="readings" {facts} ', 1)
-        bar = f'<svg class="shades" viewBox="0 0 {10 * SHADES} 28" aria-hidden="true">{_bar(self.scale)}</svg>'
-        return f'<div class="scroll">{drawn}</div>{key_list(self.keys, f"<li>{bar}{self.scale.title}</li>")}'
-
-    @property
-    def drawing(self) -> Drawing:
-        """SVG file of the grid with its title, note and legend, as a `Drawing`."""
-        bar = f'<g transform="translate({LABEL_WIDTH} {self.height + 8})">{_bar(self.scale)}</g>'
-        scale_title = svg.text(LABEL_WIDTH + 10 * SHADES + 12, self.height + 18, self.scale.title)
-        strokes = [*self.strokes, bar, scale_title]
-        picture = svg.picture(max(self.width, _LEAST), self.height + 40, self.label, strokes)
-        return picture_alone(markup(self.title), picture, self.keys, self.note, styles=SHADE_CSS + GRID_CSS)
+    return grid_of(hypotheses, request_id, colour=colour, include=include, positions=positions)
 
 
 def grid_of(
@@ -247,9 +205,9 @@ def grid_of(
     width: float = 0,
     has_tips: bool = True,
     title: str | None = None,
-) -> LensGrid:
-    """Draws one request's lens readings and returns a `LensGrid`: layers upwards, a column for each row of the trace.
-    `lens_grid` explains the arguments that both functions have, and the cells.
+) -> Markup:
+    """Returns HTML of one request's lens readings: layers upwards, a column for each row of the trace. `lens_grid`
+    explains the arguments that both functions have, and the cells.
 
     A column carries data-row, data-position and data-born (the step that computed the row), and starts at data-x; a
     cell carries data-layer. With has_tips, the browser shows the hover texts; without has_tips they are in data-says,
@@ -279,12 +237,25 @@ def grid_of(
         f"{markup(str(rows.lens.iloc[0]))} lens, rows that read positions {rows.position.min()} to "
         f"{rows.position.max()}. A cell names the layer's first choice for the next position. Below a column: {BELOW}."
     )
-    return LensGrid(
-        title=finding(readings[readings.request_id == request_id], request_id) if title is None else title,
-        note=note, width=LABEL_WIDTH + pitch * len(columns) + 4, height=height + _BELOW,
-        label=f"Lens readings of request {request_id}: {len(layers)} layers, {len(columns)} rows",
-        strokes=parts, layers=layers, scale=scale, keys=_keys(scale, columns),
-    )  # fmt: skip
+    if title is None:
+        title = finding(readings[readings.request_id == request_id], request_id)
+    label = f"Lens readings of request {request_id}: {len(layers)} layers, {len(columns)} rows"
+    size, keys = (LABEL_WIDTH + pitch * len(columns) + 4, height + _BELOW), _keys(scale, columns)
+    facts = f'class="readings" data-row-height="{_ROW}" data-low="{height - _ROW}" data-layers="{layers}"'
+    drawn = svg.picture(*size, label, parts, style=f"width:{size[0]}px;max-width:none")
+    bar = f'<svg class="shades" viewBox="0 0 {10 * SHADES} 28" aria-hidden="true">{_bar(scale)}</svg>'
+    keys_html = legend(keys, f"<li>{bar}{scale.title}</li>")
+    body = f'<div class="scroll">{drawn.replace("<svg ", f"<svg {facts} ", 1)}</div>'
+
+    def draw() -> Drawing:
+        """Returns the SVG file of the grid; the colour scale is below it."""
+        below = size[1] + 8
+        bar = f'<g transform="translate({LABEL_WIDTH} {below})">{_bar(scale)}</g>'
+        scale_title = svg.text(LABEL_WIDTH + 10 * SHADES + 12, below + 10, scale.title)
+        picture = svg.picture(max(size[0], _LEAST), below + 32, label, [*parts, bar, scale_title])
+        return picture_alone(title, picture, keys, note)
+
+    return Markup.of(title, body, note, keys_html, draw)
 
 
 def _shades(scale: Scale) -> list[int]:

@@ -3,7 +3,6 @@
 Coordinates are in pixels. This module escapes text arguments, so callers must not.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from cacheprobe.views.text import columns_of, markup, token_label
@@ -25,21 +24,23 @@ _TEXTURES = {
     "rolled-back": ("red", 7, 7, '<path d="M1 1 6 6M6 1 1 6" stroke-width="1.1" opacity=".55"/>'),
     "ruled-grey": ("grey", 6, 5, '<path d="M0 2.5h6" stroke-width=".9" opacity=".45"/>'),
     "dotted-grey": ("grey", 6, 6, '<path d="M3 3h.01" stroke-width="2.2" stroke-linecap="round"/>'),
+    "waiting": ("blue", 6, 6, '<path d="M-1 7 7-1M-1 1 1-1M5 7 7 5" stroke-width="1.2" opacity=".7"/>'),
+    "undone": ("red", 6, 6, '<path d="M-1-1 7 7M5-1 7 1M-1 5 1 7" stroke-width="1.1" opacity=".6"/>'),
 }
 
 
-def patterns(textures: Mapping[str, tuple[str, int, int, str]]) -> str:
-    """Returns SVG definitions of textures, which boxes name. textures: name -> (colour, width, height, strokes)."""
-    drawn = "".join(
+def _pattern(name: str, colour: str, width: int, height: int, strokes: str) -> str:
+    return (
         f'<pattern id="cp-{name}" width="{width}" height="{height}" patternUnits="userSpaceOnUse">'
         f'<g class="{colour}-stroke" fill="none">{strokes}</g></pattern>'
-        for name, (colour, width, height, strokes) in textures.items()
     )
-    hidden = 'width="0" height="0" style="position:absolute;width:0;height:0" aria-hidden="true"'
-    return f"<svg {hidden}><defs>{drawn}</defs></svg>"
 
 
-TEXTURES = patterns(_TEXTURES)
+TEXTURES = (
+    '<svg width="0" height="0" style="position:absolute;width:0;height:0" aria-hidden="true"><defs>'
+    + "".join(_pattern(name, *texture) for name, texture in _TEXTURES.items())
+    + "</defs></svg>"
+)
 """SVG definitions of the textures that boxes and cylinders refer to; needed once on each page or fragment."""
 
 
@@ -57,6 +58,14 @@ def box(
     title = f"<title>{markup(tip)}</title>" if tip else ""
     filled = f'<rect {shape} class="texture" style="fill:url(#cp-{texture})"/>' if texture else ""
     return f'<g><rect {shape} class="box {colour}"/>{filled}{title}</g>'
+
+
+def swatch(x: float, y: float, colour: str, texture: str | None = None) -> str:
+    """Returns SVG of a box of 18 x 13 px with one colour and texture, for a legend; the colour "gone" gives a dashed
+    red outline."""
+    if colour == "gone":
+        return f'<rect x="{x:g}" y="{y:g}" width="18" height="13" rx="3" class="box red-stroke gone"/>'
+    return box(x, y, 18, 13, colour, texture, radius=3)
 
 
 class Chip(NamedTuple):

@@ -6,8 +6,7 @@ import pandas as pd
 
 from cacheprobe.core.values import TableLine
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import swatch
-from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.frame import Markup, legend
 from cacheprobe.views.diagrams.windows import verified_requests
 
 LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
@@ -53,14 +52,12 @@ def timeline(
     chosen: a request to name in bold.  step: a step to frame.
     Raises: ValueError for an empty table, and for requests and steps that the table does not have.
     """
-    all_requests, drawn = drawn_requests(events, requests)
+    known, drawn = drawn_requests(events, requests)
     first, last = int(events.step.min()), int(events.step.max())
-    drawn_steps = range(first, min(last + 1, first + MOST_STEPS)) if steps is None else steps
-    if not drawn_steps or drawn_steps.step != 1 or drawn_steps.start < first or drawn_steps.stop > last + 1:
-        raise ValueError(f"there is no picture of steps {drawn_steps}; the table has {first} to {last}")
-    all_steps, finding = range(first, last + 1), timeline_finding(events)
-    picture = timeline_picture(events, drawn, drawn_steps, chosen=chosen, at=step)
-    return timeline_piece(picture, drawn, drawn_steps, all_requests, all_steps, finding).alone
+    shown = range(first, min(last + 1, first + MOST_STEPS)) if steps is None else steps
+    if not shown or shown.step != 1 or shown.start < first or shown.stop > last + 1:
+        raise ValueError(f"there is no picture of steps {shown}; the table has {first} to {last}")
+    return timeline_picture(events, drawn, shown, len(known), chosen=chosen, at=step)
 
 
 def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: int) -> tuple[list[int], list[int]]:
@@ -76,35 +73,6 @@ def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: 
     if unknown := sorted({*drawn, *more} - set(known)):
         raise ValueError(f"there is no request {unknown[0]}; the table has {', '.join(map(str, known))}")
     return known, drawn
-
-
-def timeline_piece(
-    picture: str,
-    requests: Sequence[int],
-    steps: range,
-    all_requests: Sequence[int],
-    all_steps: range,
-    finding: str,
-    note: str = "",
-) -> TitledPicture:
-    """Returns the timeline, requests downwards and steps across, as a `TitledPicture` (title, note, HTML body).
-
-    picture: from `timeline_picture` of these requests and steps.  all_requests, all_steps: of the run.  finding: the
-    title, from `timeline_finding` of the whole run.  note: HTML that follows the description.
-    """
-    count, first = len(requests), requests[0]
-    description = f"{count} of {len(all_requests)} requests, "
-    if count == len(all_requests):
-        description = f"All {count} requests, "
-    elif count == 1:
-        description = f"Request {first} of {len(all_requests)}, "
-    elif list(requests) == list(range(first, first + count)):
-        description = f"Requests {first} to {requests[-1]} of {len(all_requests)}, "
-    is_whole = steps.start <= all_steps.start and steps.stop >= all_steps.stop
-    description += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {all_steps.stop - 1}."
-    legend_items = [item for item in TIMELINE_LEGEND if item[1] not in _RARE or f"#cp-{item[1]})" in picture]
-    body = f"<div class='scroll'>{picture}</div>{key(legend_items)}"
-    return TitledPicture(finding, f"{description}{note}", body)
 
 
 def timeline_finding(events: pd.DataFrame) -> str:
@@ -131,21 +99,47 @@ def timeline_picture(
     events: pd.DataFrame,
     requests: Sequence[int],
     steps: range,
+    num_requests: int,
     *,
     chosen: int | None = None,
     at: int | None = None,
-    width: float = 0,
-    pitches: tuple[int, int] = (PITCH, WIDEST),
-) -> str:
-    """Returns SVG text of these requests (downwards) and steps (across), with a cell for each pass of a request. Cells
-    carry data-request and data-step.
+    fit: tuple[float, int, int] = (0, PITCH, WIDEST),
+    note: str = "",
+) -> Markup:
+    """Returns HTML of these requests (downwards) and steps (across). Cells carry data-request and data-step.
 
-    The frame at a step has class `cursor`. The attributes data-first, data-pitch and data-left of the picture say where
-    the steps are, so that a page can move the frame.
-    events: as in `Trace.events`, all of each request that is drawn: a never verified request is grey.
-    chosen: the request to name in bold.  at: the step to frame.
-    width: pixels to fill, if the steps can be stretched so far.  pitches: least and largest width of a step. Narrow
-    steps have no textures and no hover texts.
+    events: of the whole run.  num_requests: of the run.  chosen: the request to name in bold.  at: the step to frame.
+    fit: pixels to fill, if steps can be stretched so far; least and largest width of a step. Narrow steps have no
+    textures and no hover texts.  note: HTML that follows the description.
+    """
+    width, least, most = fit
+    pitch = int(min(max((width - LABEL_WIDTH - 4) // len(steps), least), most))
+    picture = _picture(events, requests, steps, pitch, chosen, at)
+    count, first, last = len(requests), events.step.min(), events.step.max()
+    description = f"{count} of {num_requests} requests, "
+    if count == num_requests:
+        description = f"All {count} requests, "
+    elif count == 1:
+        description = f"Request {requests[0]} of {num_requests}, "
+    elif list(requests) == list(range(requests[0], requests[0] + count)):
+        description = f"Requests {requests[0]} to {requests[-1]} of {num_requests}, "
+    is_whole = steps.start <= first and steps.stop > last
+    description += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {last}."
+    keys = legend(
+        (svg.swatch(1, 2, colour, texture), meaning)
+        for colour, texture, meaning in TIMELINE_LEGEND
+        if texture not in _RARE or f"#cp-{texture})" in picture
+    )
+    return Markup.of(timeline_finding(events), f"<div class='scroll'>{picture}</div>", f"{description}{note}", keys)
+
+
+def _picture(
+    events: pd.DataFrame, requests: Sequence[int], steps: range, pitch: int, chosen: int | None, at: int | None
+) -> str:
+    """Returns SVG text of these requests (downwards) and steps (across), with a cell for each pass of a request.
+
+    The frame at the step `at` has class `cursor`. The attributes data-first, data-pitch and data-left of the picture
+    say where the steps are, so that a page can move the frame.
     A verify pass is one cell. Below, by their shares: the accepted part of the draft (green) and the rolled-back part
     (red, crossed). Above, hatched: the verifier's own token, whose cache slot the next pass writes. A preempted request
     has verify passes without a verdict, which rebuild its cache.
@@ -153,7 +147,6 @@ def timeline_picture(
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
     with_verdict = verified_requests(events)
     y_of_request = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
-    pitch = min(max((width - LABEL_WIDTH - 4) // len(steps), pitches[0]), pitches[1])
     is_narrow, every = pitch < _DETAILED, 5 * -(-PITCH // min(pitch, PITCH))
     cell = pitch - (1 if is_narrow else 2)
     width = LABEL_WIDTH + pitch * len(steps) + 4
@@ -187,15 +180,6 @@ def request_name(request: int, y: float, is_chosen: bool, more: str = "") -> str
     """Returns SVG of a request's name left of its line; it carries data-request. more: SVG elements beside it."""
     name = svg.text(2, y + 17, f"request {request}", "strong" if is_chosen else "muted")
     return f'<g class="pick" data-request="{request}">{name}{more}</g>'
-
-
-def key(items: Sequence[tuple[str, str | None, str]]) -> str:
-    """Returns a legend as an HTML list. items: (colour, texture, meaning) of each entry."""
-    listed = "".join(
-        f'<li><svg viewBox="0 0 22 17" aria-hidden="true">{swatch(1, 2, colour, texture)}</svg>{meaning}</li>'
-        for colour, texture, meaning in items
-    )
-    return f'<ul class="legend">{listed}</ul>'
 
 
 def step_words(event: TableLine) -> str:

@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from cacheprobe.views.diagrams import svg
+from cacheprobe.views.diagrams.frame import Markup
 from cacheprobe.views.style import FIGURE_CONFIG, PAGE_CSS, PICTURE_CSS, layout_template
 from cacheprobe.views.text import markup
 
@@ -65,10 +66,11 @@ def with_contents(head: str, sections: Sequence[str]) -> str:
     return f'{head}<nav class="contents" aria-label="Contents"><ol>{"".join(links)}</ol></nav>' + "\n".join(bodies)
 
 
-def block(name: str, title: str, note: str, picture: str) -> str:
-    """Returns an HTML figure: the picture below its title and note. name: id of the element, unique on the page.
-    title: plain text.  note, picture: HTML."""
-    return f'<figure id="{name}"><h3>{markup(title)}</h3><figcaption>{note}</figcaption>{picture}</figure>'
+def block(name: str, picture: Markup, note: str) -> str:
+    """Returns an HTML figure: a picture with its legend, below its finding and a note. name: id of the element, unique
+    on the page.  note: HTML."""
+    caption = f"<h3>{markup(picture.finding)}</h3><figcaption>{note}</figcaption>"
+    return f'<figure id="{name}">{caption}{picture.body}{picture.legend}</figure>'
 
 
 def figure_block(figure: go.Figure, name: str, note: str) -> str:

@@ -14,10 +14,10 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import UNREAD
 from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
-from cacheprobe.views.diagrams.diagram import Phases, decoded_phases, key_list, keys, window_phases
-from cacheprobe.views.diagrams.frame import Drawing, panels_alone
-from cacheprobe.views.diagrams.lens_grid import BELOW, LensGrid, grid_of
-from cacheprobe.views.diagrams.windows import Window, accepted_whole, find_windows, pick_request, rolled_back
+from cacheprobe.views.diagrams.diagram import decoded_diagram, window_diagram
+from cacheprobe.views.diagrams.frame import Drawing, Markup
+from cacheprobe.views.diagrams.lens_grid import BELOW, grid_of
+from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.images import FORMATS, image, require_browser, svg_image
 from cacheprobe.views.rejected import rejections_section
 from cacheprobe.views.report.insight import drafts_sentence, first_insight
@@ -26,7 +26,7 @@ from cacheprobe.views.report.request_text import text_parts, text_piece
 from cacheprobe.views.text import counted, markup, text_of, token_texts
 from cacheprobe.views.thoughts.columns import finding as thoughts_finding
 from cacheprobe.views.thoughts.columns import story_of
-from cacheprobe.views.thoughts.picture import THOUGHT_COLUMNS, thought_lines, thoughts_alone, thoughts_block
+from cacheprobe.views.thoughts.picture import THOUGHT_COLUMNS, picture_of, thought_lines
 
 if TYPE_CHECKING:
     from cacheprobe.trace.trace import Trace
@@ -111,11 +111,10 @@ def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     windows, events = find_windows(trace.events(), request_id), trace.events()
-    head = "<h2>From draft to commit</h2>"
-    panels_by_name = {name: (title, phases.body) for name, title, phases in report_phases(trace, request_id, texts)}
-    if "decoded" in panels_by_name:
+    head, diagrams = "<h2>From draft to commit</h2>", report_windows(trace, request_id, texts)
+    if "decoded" in diagrams:
         note = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
-        return f"{head}<p class='note'>{note}</p>" + key_list(keys()) + panels_by_name["decoded"][1]
+        return f"{head}<p class='note'>{note}</p>{diagrams['decoded'].legend}{diagrams['decoded'].body}"
     drafted, accepted, *_ = verified_drafts(events[events.request_id == request_id])
     note = (
         f"<p class='note'>Request {request_id} went through {counted(len(windows), 'verify pass')}; "
@@ -123,12 +122,15 @@ def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
         "Below, the window with the longest draft that was accepted whole and one that was rolled back, if there are "
         "any. T′ is a draft token, T the verifier's own token at that place.</p>"
     )
-    parts = [head, note, key_list(keys())]
-    for kind in ("accepted whole", "rolled back"):
-        title, panels = panels_by_name.get(kind.replace(" ", "-"), (f"{kind}: none", ""))
-        absent = f"<p class='note'>No window of request {request_id} was {kind}. {_elsewhere(trace, request_id)}</p>"
-        parts.append(f"<h3>{title.capitalize()}</h3>{panels or absent}")
-    return "".join(parts)
+    parts = [head, note]
+    for kind in ("accepted-whole", "rolled-back"):
+        words = kind.replace("-", " ")
+        if (diagram := diagrams.get(kind)) is not None:
+            parts.append(f"<h3>{words.capitalize()}: {diagram.finding}</h3>{diagram.body}")
+        else:
+            absent = f"No window of request {request_id} was {words}. {_elsewhere(trace, request_id)}"
+            parts.append(f"<h3>{words.capitalize()}: none</h3><p class='note'>{absent}</p>")
+    return "".join([*parts, *(diagram.legend for diagram in list(diagrams.values())[:1])])
 
 
 def _elsewhere(trace: "Trace", request_id: int) -> str:
@@ -155,9 +157,10 @@ def _thoughts(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
         "next chunk. A narrow screen scrolls the picture sideways.</p>"
     )
     story = story_of(thoughts, trace.row_table, trace.events(), request_id, texts)
-    block = thoughts_block(story, trace.ledger(request_id), trace.meta["thinking"])
+    picture = picture_of(story, trace.ledger(request_id), trace.meta["thinking"])
     numbers = table(THOUGHT_COLUMNS, thought_lines(story))
-    return f"{head}{note}{block}<details><summary>The same in numbers</summary>{numbers}</details>"
+    drawn = block("thoughts", picture, picture.note)
+    return f"{head}{note}{drawn}<details><summary>The same in numbers</summary>{numbers}</details>"
 
 
 def _lens(trace: "Trace", request_id: int) -> str:
@@ -182,7 +185,7 @@ def _lens(trace: "Trace", request_id: int) -> str:
         parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
     else:  # the grid of all rows, where there are other rows, has those of the other one
         name, note = list(grids)[-1], " ".join(notes[name] for name in grids)
-        parts.append(block(name, grids[name].title, note, grids[name].html))
+        parts.append(block(name, grids[name], note))
     run_figures = "".join(figure_block(figure, name, notes[name]) for name, figure in figures.items())
     return "".join(parts) + f'<div class="two">{run_figures}</div>'
 
@@ -285,8 +288,8 @@ def report_figures(trace: "Trace") -> dict[str, go.Figure]:
     return {"drafts": drafts, "prediction_depth": prediction_depth_figure(prediction_depth(trace))}
 
 
-def report_grids(trace: "Trace", request_id: int) -> dict[str, LensGrid]:
-    """Returns a dict from name to `LensGrid` (a drawn grid of lens readings), of one request at the positions of
+def report_grids(trace: "Trace", request_id: int) -> dict[str, Markup]:
+    """Returns a dict from name to a lens grid of one request at the positions of
     `shown_positions` (at most 48). "lens-grid" has the committed rows. "lens-grid-all" has all rows, and is left out if
     no row was fed a rejected or abandoned draft token. Returns {} if no committed row at these positions has a
     reading."""
@@ -315,22 +318,20 @@ def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
     "rolled-back", or "decoded" if the request was never verified; "thoughts"; "lens-grid" and "lens-grid-all".
     Names without a picture are left out."""
     events, texts = trace.events(), token_texts(trace.row_table, trace.hypothesis_table)
-    drawings = {
-        name: panels_alone(f"Request {request_id}, {title}", phases.panels, keys())
-        for name, title, phases in report_phases(trace, request_id, texts)
-    }
+    pictures = report_windows(trace, request_id, texts)
     if trace.thought_table is not None and (trace.thought_table.request_id == request_id).any():
         story = story_of(trace.thoughts(), trace.row_table, events, request_id, texts)
-        drawings["thoughts"] = thoughts_alone(story, trace.ledger(request_id), trace.meta["thinking"])
-    return {**drawings, **{name: grid.drawing for name, grid in report_grids(trace, request_id).items()}}
+        pictures["thoughts"] = picture_of(story, trace.ledger(request_id), trace.meta["thinking"])
+    pictures |= report_grids(trace, request_id)
+    return {name: picture.draw() for name, picture in pictures.items() if picture.draw is not None}
 
 
-def report_phases(trace: "Trace", request_id: int, texts: dict[int, str]) -> Iterator[tuple[str, str, Phases]]:
-    """Yields (name, title, `Phases`: one drawn panel for each) for up to two verify windows of one request.
-    "accepted-whole": the longest draft that was accepted whole. "rolled-back": a window with a rollback; a partly
-    accepted draft is preferred, then the longest. A name without an example is left out.
+def report_windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> dict[str, Markup]:
+    """Returns a dict from name to diagram of up to two verify windows of one request. "accepted-whole": the longest
+    draft that was accepted whole. "rolled-back": a window with a rollback; a partly accepted draft is preferred, then
+    the longest. A name without an example is left out.
 
-    For a request without verify windows, yields ("decoded", title, Phases), unless no token was committed.
+    For a request without verify windows: "decoded", unless no token was committed.
     Raises: ValueError for a request without events.
     """
     events = trace.events()
@@ -338,19 +339,14 @@ def report_phases(trace: "Trace", request_id: int, texts: dict[int, str]) -> Ite
     if not windows and events.committed_token_ids[events.request_id == request_id].map(len).any():
         prefills = events[(events.request_id == request_id) & (events.phase == "prefill")]
         ledgers = [trace.ledger(request_id, int(prefills.step.max())), trace.ledger(request_id)]
-        yield "decoded", "never verified", decoded_phases(request_id, events, ledgers, texts)
+        return {"decoded": decoded_diagram(request_id, events, ledgers, texts)}
     is_deterministic = trace.requests[request_id].is_deterministic
+    diagrams = {}
     for name, pick in (("accepted-whole", accepted_whole), ("rolled-back", rolled_back)):
         if (window := pick(windows)) is not None:
             ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
-            phases = window_phases(window, events, ledgers, texts, is_deterministic=is_deterministic)
-            yield name, f"{name.replace('-', ' ')}: {span(window)}", phases
-
-
-def span(window: Window) -> str:
-    """Returns text that names the positions of a window's input tokens, such as "positions 12 to 16"; both ends
-    count."""
-    return f"positions {window.start - 1} to {window.start + len(window.target_token_ids) - 2}"
+            diagrams[name] = window_diagram(window, events, ledgers, texts, is_deterministic=is_deterministic)
+    return diagrams
 
 
 def _contents(figures: dict[str, go.Figure], drawings: dict[str, Drawing], kind: str) -> Iterator[tuple[str, bytes]]:

@@ -9,7 +9,7 @@ import pandas as pd
 from cacheprobe.core.values import TableLine
 from cacheprobe.tasks.words import PAD
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, rejected_by_place, token_measures
-from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.frame import Markup
 from cacheprobe.views.text import counted, markup, text_of, token_label, token_texts, visible
 from cacheprobe.views.thoughts.columns import words_of
 
@@ -96,7 +96,7 @@ def request_text(
         values = values[values.request_id == request_id]
         parts = with_differences(parts, values) if isinstance(measure, str) else with_feature(parts, values, measure)
     name: TextMeasure = measure if isinstance(measure, str) else "feature"
-    return text_piece(parts, {**token_texts(rows, hypotheses), **(texts or {})}, name).alone
+    return text_piece(parts, {**token_texts(rows, hypotheses), **(texts or {})}, name)
 
 
 def text_parts(
@@ -156,8 +156,8 @@ def text_piece(
     places: range | None = None,
     *,
     says: str = "title",
-) -> TitledPicture:
-    """Returns the text as a `TitledPicture`. places: which generated tokens to draw, at most 2,000; None for the first
+) -> Markup:
+    """Returns HTML of the text. places: which generated tokens to draw, at most 2,000; None for the first
     of them. says: attribute with the hover texts, "title" or one that a script reads.
 
     A token carries data-position, of the row that predicts it, and data-step, in which it was committed.
@@ -197,9 +197,9 @@ def text_piece(
         f'<ruby class="thought">{html}<rt>{markup(token_label(thought, _ABOVE))}</rt></ruby>' if thought else html
         for html, thought in blocks
     )
-    body = f'<div class="prose" dir="auto">{prose}</div>{_legend(tokens, measure, parts.lens)}'
     note = "" if len(shown) == len(tokens) else f"Generated tokens {places.start + 1} to {places.start + len(shown)}."
-    return TitledPicture(_finding(parts), note, body)
+    body = f'<div class="prose" dir="auto">{prose}</div>'
+    return Markup.of(_finding(parts), body, note, _legend(tokens, measure, parts.lens))
 
 
 def _prompt(parts: TextParts, between: str) -> list[tuple[str, str]]:

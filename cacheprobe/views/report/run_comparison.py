@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from cacheprobe.analysis.comparison import RequestDifference, compare_requests, in_words
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.core.values import JsonDict
-from cacheprobe.views.diagrams.frame import Markup, TitledPicture
+from cacheprobe.views.diagrams.frame import Markup
 from cacheprobe.views.diagrams.lens_grid import FLOOR_NATS, reads_and_predicts
 from cacheprobe.views.report.page import table
 from cacheprobe.views.style import layout_template, panels
@@ -64,7 +64,7 @@ def comparison(
         parts.append(token_columns(answers, place, names, texts, f"request {request_id}", start))
     if fingerprints is not None:
         parts.append(f"<h4>Schedule fingerprints</h4>{fingerprint_block(fingerprints, names)}")
-    return TitledPicture(comparison_title(differences), "", "".join(parts)).alone
+    return Markup.of(comparison_title(differences), "".join(parts))
 
 
 def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[JsonDict]:

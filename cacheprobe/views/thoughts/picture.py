@@ -6,18 +6,14 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import swatch
-from cacheprobe.views.diagrams.diagram import key_list
-from cacheprobe.views.diagrams.frame import Drawing, Markup, framed, picture_alone
-from cacheprobe.views.style import THOUGHTS_CSS
-from cacheprobe.views.text import markup, visible
+from cacheprobe.views.diagrams.frame import Markup, legend, picture_alone
+from cacheprobe.views.text import visible
 from cacheprobe.views.thoughts.columns import Story, changes_of_mind, chosen, finding, story_of
 from cacheprobe.views.thoughts.strokes import (
     CACHE_WIDTH,
     GAP_WIDTH,
     MARGIN,
     PITCH,
-    WAITING,
     Levels,
     cache_strokes,
     column_strokes,
@@ -65,35 +61,18 @@ def thoughts_picture(
     Raises: ValueError for a request without thoughts or rows.
     Source: figure of Thinking States (arXiv 2602.08332), the coin.
     """
-    story = story_of(thoughts, rows, events, request_id, token_texts)
-    return Markup(framed(thoughts_block(story, ledger, thinking)), finding(story))
+    return picture_of(story_of(thoughts, rows, events, request_id, token_texts), ledger, thinking)
 
 
-def thoughts_block(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None = None) -> str:
-    """Returns HTML of a request's thoughts: title, picture and legend. The page must have the styles of the diagrams;
-    the styles of this picture are included."""
-    settings = _settings(thinking)
-    title = finding(story)
-    shown = chosen(story, MOST_PLACES)
-    notes = _notes(story, shown, settings)
-    heading = markup(title if title.endswith("…") else f"{title}.")
-    return (
-        f'<style>{THOUGHTS_CSS}</style>{WAITING}<figure class="thoughts"><h3>{heading}</h3>'
-        f'<div class="wide" tabindex="0" role="group" aria-label="chunks, states and thoughts">'
-        f"{_picture(story, shown, ledger, settings, title)}</div>{key_list(_keys(story))}"
-        f"<figcaption>{notes}</figcaption></figure>"
-    )
-
-
-def thoughts_alone(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None = None) -> Drawing:
-    """Returns the picture of a request's thoughts, with title, note and legend, as a `Drawing` (an SVG file)."""
-    settings, title, shown = _settings(thinking), finding(story), chosen(story, MOST_PLACES)
+def picture_of(story: Story, ledger: pd.DataFrame, thinking: JsonDict | None = None) -> Markup:
+    """Returns HTML of a request's thoughts. ledger, thinking: as in `thoughts_picture`."""
+    settings = {"l_in": None, "l_out": None, "feeds_back": True, "learned_first_state": False, **(thinking or {})}
+    title, shown, keys = finding(story), chosen(story, MOST_PLACES), _keys(story)
     picture, note = _picture(story, shown, ledger, settings, title), _notes(story, shown, settings)
-    return picture_alone(markup(title), picture, _keys(story), note, styles=THOUGHTS_CSS, textures=WAITING)
-
-
-def _settings(thinking: JsonDict | None) -> JsonDict:
-    return {"l_in": None, "l_out": None, "feeds_back": True, "learned_first_state": False, **(thinking or {})}
+    scrolled = '<div class="scroll thoughts" tabindex="0" role="group" aria-label="chunks, states and thoughts">'
+    return Markup.of(
+        title, f"{scrolled}{picture}</div>", note, legend(keys), lambda: picture_alone(title, picture, keys, note)
+    )
 
 
 def thought_lines(story: Story) -> list[list[object]]:
@@ -179,11 +158,11 @@ def _notes(story: Story, shown: list[int | range], settings: JsonDict) -> str:
 
 
 def _keys(story: Story) -> list[tuple[str, str]]:
-    items = [(svg.box(1, 2, 18, 13, *fill, radius=3), meaning) for fill, meaning in _BOXES]
+    items = [(svg.swatch(1, 2, *fill), meaning) for fill, meaning in _BOXES]
     thoughts = [column.thought for column in story.columns if column.thought is not None]
     if any(pd.notna(thought.agrees) for thought in thoughts):
         items.append((svg.mark(10, 8.5, "check", 0.9), "agrees with the true state"))
         items.append((svg.mark(10, 8.5, "cross", 0.9), "disagrees"))
     if any(column.is_rolled_back for column in story.columns):
-        items.append((swatch(1, 2, "red", "undone"), "rolled back"))
+        items.append((svg.swatch(1, 2, "red", "undone"), "rolled back"))
     return items

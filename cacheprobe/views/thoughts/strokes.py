@@ -8,7 +8,7 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import PROVENANCE_STYLES, cache_counts, swatch
+from cacheprobe.views.diagrams.cache import PROVENANCE_STYLES, cache_counts
 from cacheprobe.views.text import counted, markup, shorten, stretch, subscript, token_label, visible
 from cacheprobe.views.thoughts.columns import Column, words_of
 
@@ -22,14 +22,6 @@ _WIDTH, _CHIP, _LINE = 72, 64, 20
 _LEFT, _RIGHT = 17, 54
 """Centres of a column's halves, in pixels: S and T on the left, plus and C on the right."""
 _MOST_TOKENS, _MOST_WORDS, _MOST_BOXES = 8, 4, 6
-
-WAITING = svg.patterns(
-    {
-        "waiting": ("blue", 6, 6, '<path d="M-1 7 7-1M-1 1 1-1M5 7 7 5" stroke-width="1.2" opacity=".7"/>'),
-        "undone": ("red", 6, 6, '<path d="M-1-1 7 7M5-1 7 1M-1 5 1 7" stroke-width="1.1" opacity=".6"/>'),
-    }
-)
-"""SVG definitions of the textures of the thoughts picture."""
 
 
 class Levels(NamedTuple):
@@ -153,7 +145,7 @@ def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
             parts.append(svg.box(26 + 15.5 * place, y, 13, 16, *PROVENANCE_STYLES[provenance], radius=3, tip=tip))
     for line, (provenance, count) in enumerate(counts.items()):
         y = top + 74 + 18 * line
-        parts.append(swatch(12, y, *PROVENANCE_STYLES[provenance]))
+        parts.append(svg.swatch(12, y, *PROVENANCE_STYLES[provenance]))
         parts.append(svg.text(36, y + 11, f"{count} {provenance}", "small"))
     y = levels.backbone + 11
     parts.append(svg.arrow(width + 4, y, CACHE_WIDTH - 3, y))

@@ -1,4 +1,4 @@
-// "What would have changed it?": starts the background process of a rejected draft, follows it, and shows its figure. The
+// "What would have changed it?": starts the search for edits of a rejected draft, follows it, and shows its figure. The
 // address holds the step that judged the draft (flip), so a link leads to the figure, or to a button that starts it.
 (function () {
   "use strict";
@@ -6,7 +6,7 @@
   const place = (name) => document.getElementById(name);
   let shown = null;  // {run, request, step} of the draft whose answer is shown, as text
   let last = "";  // the html that is shown
-  let turn = 0;  // number of the newest loop that follows a process; an older one ends
+  let turn = 0;  // number of the newest loop that follows a search; an older one ends
   let change = null, begins = false;
 
   async function ask(what) {

@@ -2,13 +2,13 @@
 
 import shlex
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import pandas as pd
 
-from cacheprobe.views.dashboard.flip_process import FlipJob
+from cacheprobe.views.dashboard.flip_jobs import FlipJob
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, one_of
-from cacheprobe.views.dashboard.reader import is_on_this_machine
-from cacheprobe.views.dashboard.view import View, button, directory_of, opened_with_model
+from cacheprobe.views.dashboard.view import View, button, opened_with_model
 from cacheprobe.views.grids import flip_grid
 from cacheprobe.views.text import markup
 
@@ -17,10 +17,10 @@ ACTS = ("start", "open", "look", "cancel")
 
 
 class FlipSearch(View):
-    """The search for edits that would have changed the verdict on one rejected draft, in a background process.
+    """The search for edits that would have changed the verdict on one rejected draft, in the background.
 
     question: run, request and step; do: "start", "look" or "cancel"; "open" looks too, and gives a button that starts
-    the search if there is no process.
+    the search if there is none.
     """
 
     @property
@@ -29,20 +29,18 @@ class FlipSearch(View):
         return self.tables.run.directory, self.tables.run.run_id, self.request, self.step
 
     def _job(self) -> FlipJob | None:
-        """Returns the background process, which is started if the question says so; None without one. Raises:
-        CannotShow for a run whose model is not on this machine."""
-        key = self._key
+        """Returns the search, which is started if the question says so; None without one. Raises: CannotShow for a run
+        whose model is not on this machine."""
+        jobs, reader = self.run_list.jobs, self.run_list.reader
         if one_of(self.question["do"], "do", ACTS) != "start":
-            return self.run_list.jobs.look(key)
-        name = self.run_list.model or self.tables.run.fingerprint["model"]
-        if not is_on_this_machine(name):
-            raise CannotShow(f"the model {name} is not on this machine; give the directory of its weights with --model")
-        asked = {"run": directory_of(self.tables), "request": self.request, "step": self.step}
-        return self.run_list.jobs.start(key, {**asked, "model": self.run_list.model})
+            return jobs.look(self._key)
+        if reason := reader.no_model(self.tables):
+            raise CannotShow(reason)
+        return jobs.start(self._key, partial(reader.flip, self.tables, self.request, self.step))
 
     def draw(self) -> PageAnswer:
-        """Returns how far the process is, or its result: html, graphs, more (the command), and goes_on (whether to ask
-        again). Raises: CannotShow without a process, and with the reason if the process failed."""
+        """Returns how far the search is, or its result: html, graphs, more (the command), and goes_on (whether to ask
+        again). Raises: CannotShow without a search, and with the reason if it failed."""
         job, act = self._job(), self.question["do"]
         if job is None and act == "open":
             html = (
@@ -54,16 +52,16 @@ class FlipSearch(View):
         if job is None:
             raise CannotShow(f"request {self.request} step {self.step}: nothing runs for it; press “{BUTTON}” again")
         if act == "cancel":
-            job.cancel()
+            job.is_cancelled = job.is_running
         if job.error:
             raise CannotShow(job.error)
-        if job.table is not None:
-            return self._result(job.table, job.meta["left_out"])
+        if job.found is not None:
+            return self._result(job.found.table, job.found.meta["left_out"])
         if job.is_cancelled:
             return {"html": "<p class='note'>Cancelled.</p>", "goes_on": False}
-        count = f", {job.done} of {job.total} edits" if job.total else ""
+        says = f"editing states, {job.done} of {job.total} edits" if job.total else "loading the model"
         html = (
-            f"<p class='note' role='status'>{markup(job.says)}{count} … "
+            f"<p class='note' role='status'>{says} … "
             f"<progress max='{max(job.total, 1)}' value='{job.done}'></progress> "
             "<button class='plain' data-flip-do='cancel'>Cancel</button></p>"
         )
@@ -88,9 +86,9 @@ class FlipSearch(View):
     def table(self) -> pd.DataFrame:
         """Returns the result of the search. Raises: CannotShow if there is none yet."""
         job = self.run_list.jobs.look(self._key)
-        if job is None or job.table is None:
+        if job is None or job.found is None:
             raise CannotShow(f"request {self.request} step {self.step}: no result of this search yet")
-        return job.table
+        return job.found.table
 
     def code(self) -> list[str]:
         """Returns the code of the search."""

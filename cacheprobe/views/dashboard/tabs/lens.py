@@ -18,7 +18,6 @@ from cacheprobe.views.dashboard.tabs.flip import BUTTON
 from cacheprobe.views.dashboard.view import View, button, opened_with_model, readings_code
 from cacheprobe.views.diagrams.cards import card_parts
 from cacheprobe.views.diagrams.lens_grid import (
-    BELOW,
     LABEL_WIDTH,
     PITCH,
     Include,
@@ -108,25 +107,19 @@ class LensGridPage(AtRow):
         tables, request, page = self.tables, self.request, self.page
         is_recorded = self.question["lens"] == RECORDED and tables.run.has_readings
         # the finding of the whole request, as in the report; the page's readings are then lines of the whole ones
-        title = tables.lens_finding(request) if is_recorded else None
+        title = tables.lens_finding(request) if is_recorded else ""
         table = self.readings(page)
+        title = title or f"{finding(table, request)}, over the positions of this page"
         picture = grid_of(
             table, request, colour=self.colour, include=self.include, positions=page,
             width=number(self.question["width"], "width"), has_tips=False, title=title,
         )  # fmt: skip
-        lines_shown = select(table, request, self.include, page)
-        if title is None:
-            title = f"{finding(lines_shown, request)}, over the positions of this page"
-        lens = tables.run.meta["lens"] if self.question["lens"] == RECORDED else str(table.lens.iloc[0])
         last_position = tables.prompt_length(request) - 2 + len(tables.run.request(request)["committed_token_ids"])
-        first_shown, last_shown = lines_shown.position.min(), lines_shown.position.max()
-        return (
-            f"<h2>{title}</h2><p class='note'>{site_label(self.site)} of every layer through the "
-            f"{markup(lens)} lens, rows that read positions {first_shown} to {last_shown} of {last_position}. "
-            f"A cell names the layer's first choice for the next position; click one. Below a column: {BELOW}. "
-            "Underlined columns were computed in the chosen step.</p>"
-            f"<div class='page' data-first='{page.start}' data-last='{page.stop - 1}'>{picture.html}</div>"
-        )
+        note = f"{picture.note} Click a cell. Underlined columns were computed in the chosen step. "
+        note += f"The last position with a reading is {last_position}."
+        about = f"data-first='{page.start}' data-last='{page.stop - 1}'"
+        body = f"<div class='page' {about}>{picture.body}{picture.legend}</div>"
+        return f"<h2>{markup(title)}</h2><p class='note'>{note}</p>{body}"
 
     def table(self) -> pd.DataFrame:
         """Returns the readings on the page."""

@@ -19,10 +19,10 @@ from cacheprobe.views.rejected import (
     FLIP_WORDS,
     LINES_A_PAGE,
     Range,
-    RejectedList,
     Selection,
     cells_of,
     searchable,
+    walked,
 )
 from cacheprobe.views.text import markup, plain, shorten, text_of, token_label
 
@@ -53,29 +53,22 @@ class RejectedDrafts(View):
         flip_range = flips if flips == "none" else _range(flips, "flips")
         return Selection(find or "", sort or "", request, layer, flip_range, _range(margin, "margin"))
 
-    @cached_property
-    def rejected(self) -> RejectedList:
-        """All rejected drafts of the run."""
-        return self.tables.rejected
-
     def draw(self) -> str:
         """Returns HTML: one page of the list, with the search, the filter and the pages. A line carries data-request,
         data-step and data-position: those of the row that predicts the drafted token. A sentence, if no draft was
         rejected."""
-        tables, rejected, selection = self.tables, self.rejected, self.selection
-        drafts = rejected.drafts
+        tables, selection = self.tables, self.selection
+        drafts, lines = tables.rejected, self.table()
         if drafts.empty:
             so_far = " so far" if "growing" in tables.run.meta else ""
             why = why_none_rejected(tables)
             note = markup(f"{why[0].upper()}{why[1:]}.")
             return f"<h2>No draft of {markup(tables.name)} was rejected{so_far}</h2><p class='note'>{note}</p>"
-        lines = rejected.lines(selection)
         last_page = max(math.ceil(len(lines) / LINES_A_PAGE) - 1, 0)
         page = number(self.question["page"], "page") if self.question.get("page") is not None else 0
         page = min(max(page, 0), last_page)
-        shown = rejected.table(lines[page * LINES_A_PAGE : (page + 1) * LINES_A_PAGE])
+        shown = lines.iloc[page * LINES_A_PAGE : (page + 1) * LINES_A_PAGE]
         body = "".join(_line(tables, line, selection.find) for line in shown.itertuples())
-        rejected.read_ahead()
         count, num_requests = len(drafts), drafts.request_id.nunique()
         labels = {key: heading for key, (heading, _) in COLUMNS.items()}
         heads = sorting_heads(labels, _NUMBERS, selection.sort, "sort")
@@ -85,21 +78,21 @@ class RejectedDrafts(View):
         return (
             f"<h2>{finding}</h2><p class='note'>{_note(tables)}</p>"
             f"{_finder(selection)}{_filters(tables)}{_pages(len(lines), page, last_page)}"
-            f"{_left_out(*rejected.left_out(selection))}"
+            f"{_left_out(tables, selection)}"
             + (f"<div class='scroll'><table class='rejected'>{head}<tbody>{body}</tbody></table></div>"
                if len(lines) else f"<p class='refused'>{markup(_nothing_found(selection))}</p>")
         )  # fmt: skip
 
     def table(self) -> pd.DataFrame:
         """Returns the lines of all pages of the list, as `Trace.rejected`."""
-        return self.rejected.table(self.rejected.lines(self.selection))
+        return self.tables.rejected_lines(self.selection)
 
     def code(self) -> list[str]:
         """Returns the code of the list."""
         selection = self.selection
         code = [*opened(self.tables), "table = trace.rejected()"]
-        known, decided = selection.conditions()
-        code += [f'table = table.query({known!r}, engine="python")'] if known else []
+        condition = selection.condition
+        code += [f'table = table.query({condition!r}, engine="python")'] if condition else []
         if selection.find:
             code += [
                 "texts, requests, tokens = trace.token_texts, trace.requests, trace.tokens",
@@ -110,7 +103,6 @@ class RejectedDrafts(View):
                 'said = said.str.replace("␣", " ").str.casefold()',
                 f"table = table[said.str.contains({searchable(selection.find)!r}, regex=False)]",
             ]  # fmt: skip
-        code += [f'table = table.query({decided!r}, engine="python")'] if decided else []
         if selection.sort:
             column = COLUMNS[selection.sort.removeprefix("-")][1]
             as_text = ', key=lambda texts: texts.str.replace("␣", " ").str.casefold()'
@@ -128,18 +120,18 @@ def walk(run_list: RunList, question: PageQuestion) -> JsonDict:
     `RejectedDrafts`.
     """
     view = RejectedDrafts(run_list, {**question, "request": question.get("among")})
-    rejected, selection, by = view.rejected, view.selection, number(question["by"], "by")
+    selection, by, lines = view.selection, number(question["by"], "by"), view.table()
     if not by:
         raise CannotShow("by is a number other than 0")
     request = whole(question["request"], "request", len(view.tables.run.requests))
     place = (request, number(question["step"], "step"), number(question["position"], "position") + 1)
-    target = rejected.walk(selection, place, by)
+    target = walked(lines, bool(selection.sort), place, by)
     if target is None:
-        if rejected.drafts.empty:
+        if view.tables.rejected.empty:
             return {"says": "no draft of this run was rejected"}
         limits = " in the list as it is searched, sorted or filtered" if selection != Selection() else ""
         return {"says": f"there is no rejected draft {'after' if by > 0 else 'before'} this place{limits}"}
-    line = rejected.drafts.iloc[rejected.lines(selection)[target]]
+    line = lines.iloc[target]
     found = int(line.request_id)
     answer: JsonDict = {"request": found, "step": int(line.step), "position": int(line.position) - 1}
     if found != request:
@@ -194,7 +186,7 @@ def _finder(selection: Selection) -> str:
 
 def _filters(tables: RunTables) -> str:
     """Returns HTML of the filters by layer and margin. The page's script sets their values."""
-    layers = tables.rejected.drafts.drafter_layer
+    layers = tables.rejected.drafter_layer
     options = [f"<option>{layer}</option>" for layer in sorted(layers.dropna().astype(int).unique().tolist())]
     options += ["<option value='none'>none</option>"] if layers.isna().any() else []
     boxes = ""
@@ -226,12 +218,17 @@ def _pages(count: int, page: int, last_page: int) -> str:
     return f"<div class='pages'><span role='status'>{says}</span>{buttons if last_page else ''}</div>"
 
 
-def _left_out(num_without_layer: int, num_without_margin: int) -> str:
-    """Returns HTML: how many lines are not in the list because they lack the number that a range compares; "" if
+def _left_out(tables: RunTables, selection: Selection) -> str:
+    """Returns HTML: how many lines a range leaves out, and nothing else does, because they lack its number; "" if
     none."""
-    lists = "<button class='plain' data-intent='filter' data-name='flips' data-value='none'>list them</button>"
-    said = [f"{_lines(num_without_layer)} without such a layer {lists}"] if num_without_layer else []
-    said += [f"{_lines(num_without_margin)} of whose margin only the least is known"] if num_without_margin else []
+    said = []
+    if isinstance(selection.flips, tuple):
+        without_layer = len(tables.rejected_lines(selection._replace(flips="none")))
+        lists = "<button class='plain' data-intent='filter' data-name='flips' data-value='none'>list them</button>"
+        said += [f"{_lines(without_layer)} without such a layer {lists}"] if without_layer else []
+    if selection.margin is not None and selection.margin[1] is not None:
+        unknown = int(tables.rejected_lines(selection._replace(margin=None)).margin_nats.isna().sum())
+        said += [f"{_lines(unknown)} of whose margin only the least is known"] if unknown else []
     return f"<p class='note'>Not in this list: {'; '.join(said)}.</p>" if said else ""
 
 

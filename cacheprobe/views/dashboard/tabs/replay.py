@@ -5,13 +5,14 @@ from functools import cached_property
 
 import pandas as pd
 
-from cacheprobe.trace.tables.token_history import tokens_with_texts
+from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.tables.token_history import standing_at, tokens_with_texts
 from cacheprobe.views.dashboard.questions import PageQuestion, number, requests_of, span
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.view import View, opened
-from cacheprobe.views.diagrams.cache import CacheMarks, cache_piece, memory_sentence
-from cacheprobe.views.diagrams.decode_grid import decode_piece
-from cacheprobe.views.diagrams.diagram import decoded_phases, window_phases
+from cacheprobe.views.diagrams.cache import cache_picture, memory_sentence
+from cacheprobe.views.diagrams.decode_grid import decode_picture
+from cacheprobe.views.diagrams.diagram import decoded_diagram, window_diagram
 from cacheprobe.views.diagrams.timeline import (
     MOST_REQUESTS,
     MOST_STEPS,
@@ -19,7 +20,6 @@ from cacheprobe.views.diagrams.timeline import (
     WIDEST,
     ZOOMED_PITCH,
     timeline_picture,
-    timeline_piece,
 )
 from cacheprobe.views.diagrams.windows import Window
 
@@ -59,14 +59,12 @@ class Timeline(_OfRequests):
         run, requests = self.tables.run, self.requests
         # in a run that grows, steps have one width, however many there are, unless they were chosen
         width = 0 if "growing" in run.meta and not self.is_zoomed else number(self.question["width"], "width")
-        pitches = ZOOMED_PITCH if self.is_zoomed else (PITCH, WIDEST)
+        least, most = ZOOMED_PITCH if self.is_zoomed else (PITCH, WIDEST)
         is_sorted = self.question.get("order") == "losses"
         note = " Sorted by the number of tokens rolled back, most first." if is_sorted else ""
         note += " A cell is one pass of one request; click one. Drag over steps to zoom."
-        events, all_requests = self.tables.events_of_all(requests), range(len(run.requests))
-        picture = timeline_picture(events, requests, self.steps, width=width, pitches=pitches)
-        finding, all_steps = self.tables.finding, self.tables.steps
-        return timeline_piece(picture, requests, self.steps, all_requests, all_steps, finding, note).html
+        fit = (width, least, most)
+        return timeline_picture(run.events, requests, self.steps, len(run.requests), fit=fit, note=note).html
 
     def table(self) -> pd.DataFrame:
         """Returns the lines of the events table of these requests and steps."""
@@ -125,15 +123,16 @@ class TokenGrid(_OfRequests):
 
     def draw(self) -> str:
         """Returns HTML of the grid: a line for each request, a cell for each committed or drafted token."""
-        tables = self.tables
-        return decode_piece(
-            tables.history_of(self.request), tables.tokens_after(self.requests, self.step), self.requests, self.places,
-            self.step, tables.run.token_texts, verified=tables.verified, chosen=self.chosen,
+        tables, requests = self.tables, self.requests
+        return decode_picture(
+            tables.histories({*requests, self.request}), requests, self.places, self.step, tables.run.token_texts,
+            verified=tables.verified, chosen=self.chosen,
         ).html  # fmt: skip
 
     def table(self) -> pd.DataFrame:
         """Returns the lines of `cp.analysis.tokens_at` in the cells."""
-        tokens = tokens_with_texts(self.tables.tokens_after(self.requests, self.step), self.tables.run.token_texts)
+        standing = standing_at(self.tables.histories(self.requests), self.step)
+        tokens = tokens_with_texts(standing, self.tables.run.token_texts)
         return tokens[tokens.place.isin(self.places)]
 
     def code(self) -> list[str]:
@@ -165,15 +164,17 @@ class CacheSlots(_AtWindow):
         return self.tables.ledger(self.request, self.step)
 
     @cached_property
-    def marks(self) -> CacheMarks:
-        """Marks of the picture. Pending is the newest committed token if its cache slot is the next to be written."""
+    def marks(self) -> JsonDict:
+        """Arguments of `cache_picture`. pending is the newest committed token if its cache slot is the next to be
+        written."""
         tables, request, step, window = self.tables, self.request, self.step, self.window
         has_ended, events = tables.has_ended(request, step), tables.events_of(request)
         num_committed = int(events[events.step <= step].committed_token_ids.map(len).sum())
         last = int(self.table().position.max())
         is_pending = num_committed and tables.prompt_length(request) + num_committed - 1 == last + 1
         pending = last + 1 if is_pending and not has_ended else None
-        return CacheMarks(pending, window.num_truncated if window and window.step == step else 0, has_ended)
+        truncated = window.num_truncated if window and window.step == step else 0
+        return {"request_id": request, "step": step, "pending": pending, "truncated": truncated, "has_ended": has_ended}
 
     def draw(self) -> str:
         """Returns HTML: the picture of the cache slots, and a sentence on the cache memory of all requests; a note if
@@ -186,15 +187,15 @@ class CacheSlots(_AtWindow):
             return f"<h2>Request {request} holds no cache slots {when}</h2><p class='note'>{why}</p>"
         meta, in_use = tables.run.meta, tables.slots_in_use(step)
         sizes = meta["config"]["capacity"], meta.get("cache_row_bytes")
-        memory = memory_sentence(len(ledger), *in_use, *sizes, has_ended=self.marks.has_ended)
-        return cache_piece(ledger, request, step, self.marks, tables.windows(request), memory).html
+        memory = memory_sentence(len(ledger), *in_use, *sizes, has_ended=tables.has_ended(request, step))
+        return cache_picture(ledger, **self.marks, windows=tables.windows(request), memory=memory).html
 
     def code(self) -> list[str]:
         """Returns the code of the picture."""
         code = [*opened(self.tables), f"table = trace.ledger({self.request}, {self.step})"]
         if not self.table().empty:
-            marks = ", ".join(f"{name}={value!r}" for name, value in self.marks._asdict().items())
-            code += [f"cp.plots.cache_picture(table, request_id={self.request}, step={self.step}, {marks})"]
+            marks = ", ".join(f"{name}={value!r}" for name, value in self.marks.items())
+            code += [f"cp.plots.cache_picture(table, {marks})"]
         return code
 
 
@@ -229,8 +230,8 @@ class VerifyWindow(_AtWindow):
             last = steps[-1] if window is None else window.step
             return f"<h2>Request {request} was preempted in step {last}, and freed its cache slots</h2>"
         if window is None:
-            return decoded_phases(request, events, ledgers, texts).html
-        return window_phases(window, events, ledgers, texts, is_deterministic=self._is_deterministic).html
+            return decoded_diagram(request, events, ledgers, texts).html
+        return window_diagram(window, events, ledgers, texts, is_deterministic=self._is_deterministic).html
 
     @cached_property
     def _steps(self) -> list[int] | None:

@@ -19,7 +19,7 @@ from cacheprobe.views.report.request_text import (
 )
 from cacheprobe.views.text import counted, markup, plain, text_of
 from cacheprobe.views.thoughts.columns import story_of
-from cacheprobe.views.thoughts.picture import thoughts_block
+from cacheprobe.views.thoughts.picture import picture_of
 
 
 class RequestText(View):
@@ -130,7 +130,7 @@ class Thoughts(View):
             return f"<h2>Request {request} wrote no thoughts</h2><p class='note'>It has no whole chunk.</p>"
         events, thinking = tables.events_of(request), tables.run.meta["thinking"]
         story = story_of(thoughts, tables.rows_of(request), events, request, tables.run.token_texts)
-        picture = thoughts_block(story, tables.ledger(request, int(events.step.max())), thinking)
+        picture = picture_of(story, tables.ledger(request, int(events.step.max())), thinking).html
         step = None if self.question.get("step") is None else self.step
         title, card = chunk_parts(story, self.position, thinking or {}, step)
         return f"{picture}<h3>{markup(title)}</h3>{card}"
