@@ -3,13 +3,12 @@ opens its web server on a host and port."""
 
 import json
 import socket
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from errno import EADDRINUSE
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 
 from dash import ClientsideFunction, Dash, Input
 from flask import Response, abort, request
@@ -34,8 +33,8 @@ ASSETS = Path(__file__).parent / "assets"
 MOST_BYTES, MOST_DEEP = 16 * 2**10, 4
 """Largest size of the page's questions in one request, in bytes, and how deep their objects and lists are nested: the
 question inside of one that exports a view has lists of two numbers."""
-MOST_LETTERS = 48 * 2**20
-"""Largest size of all kept answers together, with their questions, as JSON."""
+MOST_KEPT = 64
+"""Largest number of kept answers; most have less than 0.5 MB."""
 KEPT = frozenset(
     "story overview timeline decode cache window card insight text range grid gave rejected thoughts compare".split()
 )
@@ -107,6 +106,10 @@ def _is_deeper(value: object, most: int) -> bool:
     return inner is not None and (most == 0 or any(_is_deeper(one, most - 1) for one in inner))
 
 
+class _Failed(Exception):
+    """Carries an answer with an error past the cache, which keeps only answers that are returned."""
+
+
 class Answers:
     """Answers the page's questions as lines of JSON, and keeps the newest answers of runs that do not grow, so that a
     view that was drawn once is not computed again."""
@@ -114,8 +117,7 @@ class Answers:
     def __init__(self, run_list: RunList, views: Views) -> None:
         self.run_list = run_list
         self.views = views
-        self._lines: OrderedDict[str, str] = OrderedDict()
-        self._lock = Lock()
+        self._kept = lru_cache(maxsize=MOST_KEPT)(self._computed)
 
     def lines(self, questions: dict[str, PageQuestion]) -> Iterator[str]:
         """Yields one line of JSON for each view, in the order of the questions."""
@@ -124,20 +126,18 @@ class Answers:
 
     def line(self, view: str, question: PageQuestion) -> str:
         """Returns one line of JSON: the view's name and its answer. An answer with an error is not kept."""
-        key = json.dumps([view, question], sort_keys=True)
         is_kept = view in KEPT and (question.get("lens") or RECORDED) == RECORDED and self._is_fixed(question)
-        with self._lock:
-            if is_kept and key in self._lines:
-                self._lines.move_to_end(key)
-                return self._lines[key]
-        answer = answered(self.views[view], question)
+        try:
+            return (self._kept if is_kept else self._computed)(view, json.dumps(question, sort_keys=True))
+        except _Failed as error:
+            return str(error)
+
+    def _computed(self, view: str, question: str) -> str:
+        """Returns the line of an answer. question: as JSON. Raises: _Failed with the line of an error."""
+        answer = answered(self.views[view], json.loads(question))
         line = json.dumps({"view": view, **answer}) + "\n"
-        if is_kept and "error" not in answer:
-            with self._lock:
-                self._lines[key] = line
-                letters = sum(len(kept) + len(of_kept) for of_kept, kept in self._lines.items())
-                while letters > MOST_LETTERS:
-                    letters -= sum(map(len, self._lines.popitem(last=False)))
+        if "error" in answer:
+            raise _Failed(line)
         return line
 
     def _is_fixed(self, question: PageQuestion) -> bool:

@@ -3,11 +3,11 @@ meanwhile, and result files."""
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, NamedTuple
 
 from cacheprobe.core.terminal import duration
 from cacheprobe.core.values import JsonDict
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from cacheprobe.trace.stored import GrowingRun
 
 
-State = Literal["growing", "interrupted", "finished", "trouble"]
-
 LEAST_SECONDS, MOST_SHARE = 0.5, 0.05
 """Least seconds between two looks at a run, and the most of the time that looking takes. So the longer a run takes to
 read on, the more rarely that is done, and the work of following it grows as its time does."""
@@ -34,8 +32,7 @@ RATE_SECONDS = 10.0
 """The rate is that of the newest parts that took this long together."""
 
 
-@dataclass(frozen=True)
-class TokensSoFar:
+class TokensSoFar(NamedTuple):
     """Holds the progress of a run that is recorded to disk: its tokens so far, the most it can have, and its rate."""
 
     num_tokens: int
@@ -46,12 +43,20 @@ class TokensSoFar:
     tokens_per_second: float | None
     """Of the newest parts; None if the journal does not say how long they took."""
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the last token at that rate, the most it can be if requests can stop early; None without a
-        rate."""
+    def __str__(self) -> str:
+        most = f"{'at most ' if self.can_stop else ''}{self.most_tokens:,}"
+        return f"{self.num_tokens:,} of {most} tokens" if self.num_tokens else f"no token of {most} is on the disk yet"
+
+    def time_left(self) -> str:
+        """Returns text on the rate and the time until the last token, the most it can be if requests can stop early."""
         rate = self.tokens_per_second
-        return (self.most_tokens - self.num_tokens) / rate if rate else None
+        if self.num_tokens == self.most_tokens:
+            return "; its tables are being written."
+        if not rate:
+            return "." if rate is None else f", none in the last {RATE_SECONDS:.0f} s."
+        digits, most = 0 if rate >= 100 else 1 if rate >= 1 else 3, "at most " if self.can_stop else ""
+        left = duration((self.most_tokens - self.num_tokens) / rate)
+        return f", {rate:,.{digits}f} tokens a second, {most}{left} left."
 
 
 def progress_of(journal: "Journal") -> TokensSoFar:
@@ -129,30 +134,24 @@ class Follower:
             self._replaced = f"Another run is in {self.directory} in place of the one that was shown. "
             self._run_id = run_id
 
-    @property
-    def state(self) -> State:
-        """What the page shows of the run; "trouble" if it cannot be read on."""
-        if self._trouble:
-            return "trouble"
-        return "finished" if self.is_finished else "growing" if self.writer else "interrupted"
-
     def says(self) -> JsonDict:
-        """Returns what the page says of the run, as a dict: version (of the newest tables), state, says (sentences),
-        command (that continues it, or ""), share (of the tokens that it can have)."""
-        state, at, tables = self.state, progress_of(self._run.journal), self._tables
-        if state == "growing":
-            says = _growing(self.writer, at)
-        elif state == "interrupted":
-            says = f"Interrupted: {_tokens(at)}, and no process records it. To continue it:"
-        elif state == "finished":
-            count = sum(len(request["committed_token_ids"]) for request in tables.run.requests)
-            says = f"The run has finished, with {count:,} tokens."
-        else:
-            says = f"{self._trouble}. The page shows what was read before."
-        command = _command(self._run.journal, self.directory) if state == "interrupted" else ""
+        """Returns what the page says of the run, as a dict: version (of the newest tables), state ("trouble" if the run
+        cannot be read on, "finished", "growing" or "interrupted"), says (sentences), command (that continues it, or
+        ""), share (of the tokens that it can have)."""
+        at, run, command = progress_of(self._run.journal), self._tables.run, ""
         share = 1.0 if self.is_finished else at.num_tokens / max(at.most_tokens, 1)
-        about = {"version": tables.run.version, "state": state, "says": self._replaced + says}
-        return {**about, "command": command, "share": share}
+        if self._trouble:
+            state, says = "trouble", f"{self._trouble}. The page shows what was read before."
+        elif self.is_finished:
+            count = sum(len(request["committed_token_ids"]) for request in run.requests)
+            state, says = "finished", f"The run has finished, with {count:,} tokens."
+        elif self.writer:
+            state, says = "growing", f"Recorded now by {self.writer}: {at}{at.time_left()}"
+        else:
+            state, says = "interrupted", f"Interrupted: {at}, and no process records it. To continue it:"
+            command = _command(self._run.journal, self.directory)
+        says = self._replaced + says
+        return {"version": run.version, "state": state, "says": says, "command": command, "share": share}
 
 
 def _followed(directory: Path) -> "GrowingRun":
@@ -169,24 +168,6 @@ def _warmed(run: StoredRun) -> RunTables:
     return tables
 
 
-def _growing(writer: str, at: TokensSoFar) -> str:
-    begin = f"Recorded now by {writer}: {_tokens(at)}"
-    if at.num_tokens == at.most_tokens:
-        return f"{begin}; its tables are being written."
-    if at.tokens_per_second is None:
-        return f"{begin}."
-    if not at.tokens_per_second:
-        return f"{begin}, none in the last {RATE_SECONDS:.0f} s."
-    rate, most = at.tokens_per_second, "at most " if at.can_stop else ""
-    digits = 0 if rate >= 100 else 1 if rate >= 1 else 3
-    return f"{begin}, {rate:,.{digits}f} tokens a second, {most}{duration(at.seconds_left or 0.0)} left."
-
-
-def _tokens(at: TokensSoFar) -> str:
-    most = f"{'at most ' if at.can_stop else ''}{at.most_tokens:,}"
-    return f"{at.num_tokens:,} of {most} tokens" if at.num_tokens else f"no token of {most} is on the disk yet"
-
-
 def _command(journal: "Journal", directory: Path) -> str:
     """Returns the command, or the call, that continues an interrupted run."""
     meta = journal.header["meta"]
@@ -199,21 +180,37 @@ MOST_CELLS = 200
 """Largest number of a sweep's cells in the menu of runs."""
 
 
-@dataclass(frozen=True, slots=True)
 class OpenRun:
-    """Holds the name of a stored run, and its `RunTables` (tables, read and cached), or the reason why the run cannot
-    be opened."""
+    """Names a stored run, which is opened at its first use, or holds the reason why it cannot be opened."""
 
-    name: str
-    stored: RunTables | None
-    reason: str = ""
-    follower: Follower | None = None
-    """Reads a run that was not finished when the dashboard opened it; None for any other."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+
+    @cached_property
+    def _opened(self) -> tuple[RunTables | None, Follower | None, str]:
+        """(tables, what reads an unfinished run on, reason why the run cannot be opened); two are None or ""."""
+        try:
+            if (self.path / JOURNAL).exists() and not (self.path / MANIFEST).exists():
+                return None, Follower(self.path), ""
+            return RunTables(StoredRun(self.path)), None, ""
+        except (TraceError, OSError, KeyError, TypeError) as error:
+            return None, None, f"its manifest lacks {error}" if isinstance(error, KeyError) else str(error)
+
+    @property
+    def follower(self) -> Follower | None:
+        """Reads a run that was not finished when the dashboard opened it; None for any other."""
+        return self._opened[1]
+
+    @property
+    def reason(self) -> str:
+        """Why the run cannot be opened; "" if it can."""
+        return self._opened[2]
 
     @property
     def tables(self) -> RunTables | None:
         """Newest tables of the run; None if it cannot be opened."""
-        return self.stored if self.follower is None else self.follower.tables
+        return self._opened[0] if self.follower is None else self.follower.tables
 
     @property
     def label(self) -> str:
@@ -231,15 +228,15 @@ class RunList:
     by a path."""
 
     entries: tuple[OpenRun, ...]
+    """Runs in the menu."""
     results: tuple[Path, ...] = ()
     model: str | None = None
     """Name or directory of the model that the command line gives; it is loaded instead of the model that a run
     names."""
-    lenses: tuple[Path, ...] = field(default=())
+    lenses: tuple[Path, ...] = ()
     """Directories of tuned lenses."""
-    more: tuple[Path, ...] = ()
-    """Directories of sweep cells after the first 200 of a sweep, which are not in the menu of runs. Their run numbers
-    follow those of `entries`. A directory is opened at its first use."""
+    more: tuple[OpenRun, ...] = ()
+    """Cells after the first 200 of a sweep, which are not in the menu. Their run numbers follow those of `entries`."""
 
     @cached_property
     def reader(self) -> RunReader:
@@ -256,7 +253,7 @@ class RunList:
         """Returns a `RunList` of these paths. A directory is a run, a sweep, or a folder of runs and result files; a
         .json file is a result. A sweep gives one result, and its cells as runs: the first 200 in `entries`, the others
         in `more`."""
-        entries: list[OpenRun] = []
+        entries: list[Path] = []
         results: list[Path] = []
         more: list[Path] = []
         for path in paths:
@@ -266,21 +263,25 @@ class RunList:
             elif (path / PLAN).exists():  # a sweep: its results in one tab, its first cells among the runs
                 results.append(path / PLAN)
                 shards = [manifest.parent for manifest in sorted((path / SHARDS).glob(f"*/{MANIFEST}"))]
-                entries += [_open(shard) for shard in shards[:MOST_CELLS]]
+                entries += shards[:MOST_CELLS]
                 more += shards[MOST_CELLS:]
             else:
                 runs = [p for p in content if p.is_dir() and (_is_run(p) or any(p.glob("rows-*.parquet")))]
                 files = [p for p in content if p.is_file() and p.suffix == ".json"]
                 results += files
-                entries += [_open(p) for p in (runs if runs or files else [path])]
-        return cls(tuple(entries), tuple(results), model, tuple(lenses), tuple(more))
+                entries += runs if runs or files else [path]
+        listed, others = (tuple(map(OpenRun, of)) for of in (entries, more))
+        return cls(listed, tuple(results), model, tuple(lenses), others)
+
+    def _entry(self, number: object) -> OpenRun:
+        """Returns the run with this number. Raises: CannotShow for another number."""
+        runs = (*self.entries, *self.more)
+        return runs[whole(number, "run", len(runs))]
 
     def tables(self, number: object) -> RunTables:
         """Returns the `RunTables` (tables, read and cached) of the run with this number. Raises: CannotShow for another
         number, or for a run that cannot be opened."""
-        index = whole(number, "run", len(self.entries) + len(self.more))
-        num_listed = len(self.entries)
-        entry = self.entries[index] if index < num_listed else _open_cached(self.more[index - num_listed])
+        entry = self._entry(number)
         if entry.tables is None:
             raise CannotShow(f"{entry.name} cannot be opened: {entry.reason}")
         return entry.tables
@@ -293,14 +294,12 @@ class RunList:
 
     def follower(self, number: object) -> Follower | None:
         """Returns what reads the run with this number on; None for a run that was finished when it was opened."""
-        index = whole(number, "run", len(self.entries) + len(self.more))
-        return self.entries[index].follower if index < len(self.entries) else None
+        return self._entry(number).follower
 
     def numbers(self) -> dict[str, int]:
         """Returns a dict from the name of a run's directory to the run's number; of runs with equal names, the last
         counts."""
-        names = [*(entry.name for entry in self.entries), *(path.name for path in self.more)]
-        return {name: number for number, name in enumerate(names)}
+        return {entry.name: number for number, entry in enumerate((*self.entries, *self.more))}
 
     @property
     def first(self) -> int:
@@ -310,19 +309,3 @@ class RunList:
 
 def _is_run(path: Path) -> bool:
     return (path / MANIFEST).exists() or (path / JOURNAL).exists()
-
-
-@lru_cache(maxsize=32)
-def _open_cached(path: Path) -> OpenRun:
-    return _open(path)
-
-
-def _open(path: Path) -> OpenRun:
-    """Returns an `OpenRun` of a run's directory, with the reason if the run cannot be opened."""
-    try:
-        if (path / JOURNAL).exists() and not (path / MANIFEST).exists():
-            return OpenRun(path.name, None, follower=Follower(path))
-        return OpenRun(path.name, RunTables(StoredRun(path)))
-    except (TraceError, OSError, KeyError, TypeError) as error:
-        reason = f"its manifest lacks {error}" if isinstance(error, KeyError) else str(error)
-        return OpenRun(path.name, None, reason)

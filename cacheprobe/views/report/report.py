@@ -1,6 +1,5 @@
 """Writes the report, one HTML page about one request of a run, and its figures as files."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.views.diagrams.diagram import decoded_diagram, window_diagram
 from cacheprobe.views.diagrams.frame import Drawing, Markup
-from cacheprobe.views.diagrams.lens_grid import BELOW, grid_of
+from cacheprobe.views.diagrams.lens_grid import grid_of
 from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.images import FORMATS, image, require_browser, svg_image
 from cacheprobe.views.rejected import rejections_section
@@ -52,23 +51,14 @@ def report_html(trace: "Trace", request_id: int, *, progress: bool = False) -> s
     the trace does not have; ValueError for a request without events."""
     if request_id not in trace.tokens:
         raise KeyError(f"no request {request_id} in this trace; it has {sorted(trace.tokens)}")
-    has_lens, has_thoughts = trace.hypothesis_table is not None, trace.thought_table is not None
     texts = token_texts(trace.row_table, trace.hypothesis_table)
-    sections = [
-        lambda: _head(trace, request_id, texts),
-        lambda: _prompt(trace, request_id, texts),
-        lambda: _windows(trace, request_id, texts),
-        *([lambda: _thoughts(trace, request_id, texts)] if has_thoughts else []),
-        lambda: rejections_section(trace),
-        lambda: _lens(trace, request_id) if has_lens else _no_lens(trace),
-        lambda: _controls(trace),
-    ]
-    parts = []
+    sections, parts = (_head, _prompt, _windows, _thoughts, _rejections, _lens, _controls), []
     with Progress(len(sections), "drawing", "sections", enabled=progress) as bar:
         for section in sections:
-            parts.append(section())
+            parts.append(section(trace, request_id, texts))
             bar.advance()
-    return page(f"cacheprobe: request {request_id} of {len(trace.requests)}", with_contents(parts[0], parts[1:]))
+    body = with_contents(parts[0], list(filter(None, parts[1:])))
+    return page(f"cacheprobe: request {request_id} of {len(trace.requests)}", body)
 
 
 def _head(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
@@ -96,12 +86,6 @@ def _first_thing_to_see(trace: "Trace", request_id: int, texts: dict[int, str]) 
     return first_insight(readings, trace.row_table, events[events.request_id == request_id], texts)
 
 
-def _no_lens(trace: "Trace") -> str:
-    """Returns HTML: why the report has no lens readings."""
-    note = "This run read no lens; with <code>Z</code> among the captured sites it does."
-    return f"<h2>Lens readings</h2><p class='note'>{markup(f'{UNREAD}.') if trace.is_unread else note}</p>"
-
-
 def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     prompt = tuple(text_of(texts, token_id) for token_id in trace.requests[request_id].prompt_token_ids)
     readings = None if trace.hypothesis_table is None else lens_readings(trace)
@@ -110,26 +94,25 @@ def _prompt(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
 
 
 def _windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
-    windows, events = find_windows(trace.events(), request_id), trace.events()
     head, diagrams = "<h2>From draft to commit</h2>", report_windows(trace, request_id, texts)
-    if "decoded" in diagrams:
+    if (decoded := diagrams.get("decoded")) is not None:
         note = f"Request {request_id} is never verified: it has no windows. {_elsewhere(trace, request_id)}"
-        return f"{head}<p class='note'>{note}</p>{diagrams['decoded'].legend}{diagrams['decoded'].body}"
+        return f"{head}<p class='note'>{note}</p>{decoded.body}{decoded.legend}"
+    events = trace.events()
+    num_windows = len(find_windows(events, request_id))
     drafted, accepted, *_ = verified_drafts(events[events.request_id == request_id])
     note = (
-        f"<p class='note'>Request {request_id} went through {counted(len(windows), 'verify pass')}; "
+        f"<p class='note'>Request {request_id} went through {counted(num_windows, 'verify pass')}; "
         f"{accepted} of its {counted(drafted, 'draft token')} {'was' if accepted == 1 else 'were'} accepted. "
         "Below, the window with the longest draft that was accepted whole and one that was rolled back, if there are "
         "any. T′ is a draft token, T the verifier's own token at that place.</p>"
     )
     parts = [head, note]
-    for kind in ("accepted-whole", "rolled-back"):
-        words = kind.replace("-", " ")
-        if (diagram := diagrams.get(kind)) is not None:
-            parts.append(f"<h3>{words.capitalize()}: {diagram.finding}</h3>{diagram.body}")
-        else:
-            absent = f"No window of request {request_id} was {words}. {_elsewhere(trace, request_id)}"
-            parts.append(f"<h3>{words.capitalize()}: none</h3><p class='note'>{absent}</p>")
+    for kind in ("accepted whole", "rolled back"):
+        diagram = diagrams.get(kind.replace(" ", "-"))
+        absent = f"<p class='note'>No window of request {request_id} was {kind}. {_elsewhere(trace, request_id)}</p>"
+        title, shown = ("none", absent) if diagram is None else (diagram.finding, diagram.body)
+        parts.append(f"<h3>{kind.capitalize()}: {title}</h3>{shown}")
     return "".join([*parts, *(diagram.legend for diagram in list(diagrams.values())[:1])])
 
 
@@ -146,6 +129,9 @@ def _elsewhere(trace: "Trace", request_id: int) -> str:
 
 
 def _thoughts(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
+    """Returns HTML of the thoughts of a request; "" for a run without thoughts."""
+    if trace.thought_table is None:
+        return ""
     head = "<h2>What was thought of every chunk</h2>"
     thoughts = trace.thoughts()
     if request_id not in set(thoughts.request_id):
@@ -163,34 +149,40 @@ def _thoughts(trace: "Trace", request_id: int, texts: dict[int, str]) -> str:
     return f"{head}{note}{drawn}<details><summary>The same in numbers</summary>{numbers}</details>"
 
 
-def _lens(trace: "Trace", request_id: int) -> str:
-    shown, count = shown_positions(trace, request_id)
-    figures, grids = report_figures(trace), report_grids(trace, request_id)
-    how_many = f" The first {len(shown)} of {count} positions are shown." if len(shown) < count else ""
+def _rejections(trace: "Trace", _request_id: int, _texts: dict[int, str]) -> str:
+    return rejections_section(trace)
+
+
+def _lens(trace: "Trace", request_id: int, _texts: dict[int, str]) -> str:
+    if trace.hypothesis_table is None:
+        note = "This run read no lens; with <code>Z</code> among the captured sites it does."
+        return f"<h2>Lens readings</h2><p class='note'>{markup(f'{UNREAD}.') if trace.is_unread else note}</p>"
+    parts, grids = ["<h2>Every layer beside what was committed</h2>"], report_grids(trace, request_id)
+    if not grids:
+        parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
+    else:  # the grid of all rows, where there are other rows, has those of the other one
+        name, grid = list(grids.items())[-1]
+        note = f"{grid.note} The colour is the log-probability that the layer gave to the token committed next. "
+        note += "A narrow screen scrolls the grid sideways."
+        if (count := len(trace.committed(request_id))) > MOST_POSITIONS:
+            note += f" The first {MOST_POSITIONS} of {count} positions are shown."
+        if len(grids) > 1:
+            note += (
+                " Columns of their own: rows that the verifier computed again (◇), rows that were fed a rejected token "
+                "(✗), and rows whose draft was abandoned without a verdict (⊘). No committed token can be compared "
+                "with rows of the last two kinds: their cells are grey."
+            )
+        parts.append(block(name, grid, note))
     notes = {
-        "lens-grid": "Every block's residual stream, read through the "
-        f"{markup(trace.meta['lens'])} lens: the cell names its first choice, the colour is the log-probability "
-        f"that it gave to the token committed next. Below a column: {BELOW}. "
-        f"A narrow screen scrolls the grid sideways.{how_many}",
-        "lens-grid-all": "Columns of their own: rows that the verifier computed again (◇), rows that were fed a "
-        "rejected token (✗), and rows whose draft was abandoned without a verdict (⊘). No committed token can be "
-        "compared with rows of the last two kinds: their cells are grey.",
         "drafts": "Whole run, one reading for each row of a position where a draft was judged. Rows that were fed a "
         "rejected token are left out: they follow a text that was never committed.",
         "prediction_depth": "Whole run. Prediction depth: the layer from which the first choice no longer changes.",
     }
-
-    parts = ["<h2>Every layer beside what was committed</h2>"]
-    if not grids:
-        parts.append(f"<p class='note'>No lens reading of request {request_id} was kept.</p>")
-    else:  # the grid of all rows, where there are other rows, has those of the other one
-        name, note = list(grids)[-1], " ".join(notes[name] for name in grids)
-        parts.append(block(name, grids[name], note))
-    run_figures = "".join(figure_block(figure, name, notes[name]) for name, figure in figures.items())
+    run_figures = "".join(figure_block(figure, name, notes[name]) for name, figure in report_figures(trace).items())
     return "".join(parts) + f'<div class="two">{run_figures}</div>'
 
 
-def _controls(trace: "Trace") -> str:
+def _controls(trace: "Trace", _request_id: int, _texts: dict[int, str]) -> str:
     names = ("name", "dtype", "tolerance", "num_rows")
     checks = [[*(check[name] for name in names), float(check["worst"])] for check in trace.meta["checks"]]
     columns = ["check", "dtype", "tolerance", "rows", "worst, as a share of the tolerance"]
@@ -234,14 +226,9 @@ def behaviour_sentences(behaviour: JsonDict | None) -> list[str]:
         f"of the first token's probability; forced to choose between them, {_percent(b['forced_accuracy'])} are right."
     )
     warning = "Not above chance: this model does not solve the task, and nothing here is said about “its state”."
-    return [accuracy_sentence] if is_above_chance(b) else [accuracy_sentence, f"<strong>{warning}</strong>"]
-
-
-def is_above_chance(behaviour: JsonDict) -> bool:
-    """Returns True if the lower end of the accuracy's 95 % interval is above chance; False if either number is
-    unknown."""
-    low, chance = behaviour["accuracy_low"], behaviour["chance"]
-    return low is not None and chance is not None and low > chance
+    low, chance = b["accuracy_low"], b["chance"]
+    is_above_chance = low is not None and chance is not None and low > chance
+    return [accuracy_sentence] if is_above_chance else [accuracy_sentence, f"<strong>{warning}</strong>"]
 
 
 def _percent(share: float | None, digits: int = 0) -> str:
@@ -272,7 +259,11 @@ def write_figures(
         require_browser()
     written = []
     with Progress(len(figures) + len(drawings), "drawing", "figures", enabled=progress) as bar:
-        for name, content in _contents(figures, drawings, kind):
+        for name, drawn in (drawings | figures).items():
+            if isinstance(drawn, go.Figure):
+                content = image(drawn, kind)
+            else:
+                content = drawn.markup.encode() if kind == "svg" else svg_image(*drawn, kind)
             path = Path(directory) / f"{name}.{kind}"
             written.append(write_whole(path, lambda beside, content=content: beside.write_bytes(content)))
             bar.advance(note=path.name)
@@ -289,28 +280,21 @@ def report_figures(trace: "Trace") -> dict[str, go.Figure]:
 
 
 def report_grids(trace: "Trace", request_id: int) -> dict[str, Markup]:
-    """Returns a dict from name to a lens grid of one request at the positions of
-    `shown_positions` (at most 48). "lens-grid" has the committed rows. "lens-grid-all" has all rows, and is left out if
-    no row was fed a rejected or abandoned draft token. Returns {} if no committed row at these positions has a
-    reading."""
+    """Returns a dict from name to a lens grid of one request at the positions that predict its first 48 generated
+    tokens. "lens-grid" has the committed rows. "lens-grid-all" has all rows, and is left out if no row was fed a
+    rejected or abandoned draft token. Returns {} if no committed row at these positions has a reading."""
     if trace.hypothesis_table is None:
         return {}
-    readings, (shown, _) = lens_readings(trace, include_rolled_back=True), shown_positions(trace, request_id)
-    readings_shown = readings[(readings.request_id == request_id) & readings.position.isin(shown)]
-    grids = {}
-    if (readings_shown.status == "committed").any():
-        grids["lens-grid"] = grid_of(readings, request_id, positions=shown, include="committed")
-        if readings_shown.status.isin(DISCARDED_DRAFT).any():
-            grids["lens-grid-all"] = grid_of(readings, request_id, positions=shown, include="all")
-    return grids
-
-
-def shown_positions(trace: "Trace", request_id: int) -> tuple[range, int]:
-    """Returns (positions, count): the positions that the report's lens grid shows, at most 48, and the number of
-    generated tokens. The rows at these positions predict the first generated tokens."""
     first = len(trace.requests[request_id].prompt_token_ids) - 1
-    count = len(trace.committed(request_id))
-    return range(first, first + min(count, MOST_POSITIONS)), count
+    shown = range(first, first + min(len(trace.committed(request_id)), MOST_POSITIONS))
+    readings = lens_readings(trace, include_rolled_back=True)
+    status = readings.status[(readings.request_id == request_id) & readings.position.isin(shown)]
+    if not (status == "committed").any():
+        return {}
+    grids = {"lens-grid": grid_of(readings, request_id, positions=shown)}
+    if status.isin(DISCARDED_DRAFT).any():
+        grids["lens-grid-all"] = grid_of(readings, request_id, positions=shown, include="all")
+    return grids
 
 
 def report_drawings(trace: "Trace", request_id: int) -> dict[str, Drawing]:
@@ -347,14 +331,3 @@ def report_windows(trace: "Trace", request_id: int, texts: dict[int, str]) -> di
             ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
             diagrams[name] = window_diagram(window, events, ledgers, texts, is_deterministic=is_deterministic)
     return diagrams
-
-
-def _contents(figures: dict[str, go.Figure], drawings: dict[str, Drawing], kind: str) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, bytes of a file of this kind) for each drawing and each plotly figure."""
-    for name, drawing in drawings.items():
-        if kind == "svg":
-            yield name, drawing.markup.encode()
-        else:
-            yield name, svg_image(*drawing, kind)
-    for name, figure in figures.items():
-        yield name, image(figure, kind)
