@@ -17,7 +17,6 @@ from cacheprobe.views.dashboard.questions import CannotShow, answered, span, who
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import compare, replay
 from cacheprobe.views.diagrams.cache import cache_passes, cache_strip, memory_sentence
-from cacheprobe.views.diagrams.cards import card_parts
 from cacheprobe.views.diagrams.decode_grid import SIGNS, decode_picture
 from cacheprobe.views.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
 from cacheprobe.views.diagrams.windows import find_windows
@@ -140,16 +139,11 @@ def test_a_long_list_of_passes_is_cut() -> None:
     assert re.findall(r'data-step="(\d+)"', table) == ["0", *map(str, range(29, 40))] and "… 28 passes" in table
 
 
-def test_a_card_is_of_one_row(trace: cp.Trace) -> None:
-    with pytest.raises(ValueError, match="a card is of one row"):
-        card_parts(trace.hypotheses(), {}, [], {}, "x")
-
-
 def test_a_comparison_says_what_differs() -> None:
     assert "All 2 requests" in comparison_title([RequestDifference(i, "equal") for i in range(2)])
     found = [RequestDifference(0, "equal"), RequestDifference(1, "tokens", 2), RequestDifference(2, "missing")]
     assert comparison_title(found) == "Of 3 requests 1 are in one run alone, 1 committed other tokens; 1 equal"
-    columns = token_columns([[1, 2, 3], [1, 2]], 2, ("a<b", "b"), [{3: HOSTILE}, {}], "request 0", 5)
+    columns = token_columns(RequestDifference(0, "tokens", 2), [[1, 2, 3], [1, 2]], 5, ("a<b", "b"), [{3: HOSTILE}, {}])
     assert "<script" not in columns and "a&lt;b" in columns and columns.count("ends here") == 1
     assert columns.count('class="pick tok first"') == 1
     pair = ({"model": "a", "window": 4, "x": 1}, {"model": "b", "window": 8, "x": 1})

@@ -18,7 +18,6 @@ from cacheprobe.views.diagrams.cards import chunk_parts
 from cacheprobe.views.report.report import report_html
 from cacheprobe.views.thoughts.columns import changes_of_mind, chosen, finding, story_of
 from cacheprobe.views.thoughts.picture import MOST_PLACES, THOUGHT_COLUMNS, thought_lines
-from cacheprobe.views.thoughts.strokes import _boxes
 from tests.plots.test_views import HOSTILE
 from tests.thinking.test_thinking import tiny
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -214,13 +213,6 @@ def test_a_request_that_was_stopped_before_its_answer() -> None:
 
 def test_long_chunks_are_abridged() -> None:
     assert ">+4<" in drawn(tables(["heads"], size=12)) and ">+" not in drawn(tables(["heads"], size=9))
-
-
-def test_cache_boxes_cover_all_rows() -> None:
-    for written in (["prefill"] * 40 + ["verified"] * 3, ["prefill"], ["prefill", "verified"], ["decoded"] * 6):
-        boxes = _boxes(pd.DataFrame(dict(position=range(len(written)), provenance=written, step=0)))
-        assert [p for name, first, last in boxes for p in [name] * (last - first + 1)] == written
-        assert len(boxes) == min(6, len(written))
 
 
 def test_a_request_without_thoughts_is_named() -> None:

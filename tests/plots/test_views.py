@@ -10,8 +10,9 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.views.diagrams.cache import cache_counts, cylinder_strokes
+from cacheprobe.views.diagrams.decode_grid import CONTESTED_NATS, SETTLED_NATS
 from cacheprobe.views.diagrams.diagram import window_diagram
-from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, abridged, verify_panel
+from cacheprobe.views.diagrams.panels import abridged, verify_panel
 from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.report.report import behaviour_sentences, report_html
 from cacheprobe.views.text import shorten, visible
@@ -87,18 +88,12 @@ def test_tips_tell_a_rejected_draft_token_from_those_after_it(trace: cp.Trace) -
 
 
 def test_decode_grid_is_shaded_by_margin(trace: cp.Trace) -> None:
-    events = trace.events()
-    request_id = pick_request(events)
-    window = rolled_back(find_windows(events, request_id))
-    assert window is not None
-    ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
-    textures = {}
+    events, textures = trace.events(), []
     for margin in (SETTLED_NATS, (SETTLED_NATS + CONTESTED_NATS) / 2, 0.0):
-        html = window_diagram(window, events.assign(margin_nats=margin), ledgers, {}).split("</style>")[1]
-        textures[margin] = [html.count(f"url(#cp-{name}-grey)") for name in ("crossed", "dotted")]
-    cells = sum(len(events[(events.step == step) & (events.request_id != request_id)]) for step in window.decode_steps)
-    assert cells > 0  # one more of each stands in the key
-    assert list(textures.values()) == [[1, 1], [1 + cells, 1], [1, 1 + cells]]
+        html = cp.plots.decode_grid(events.assign(margin_nats=margin), 9, {}).body
+        textures.append([html.count(f"url(#cp-{name}-green)") for name in ("crossed", "dotted")])
+    cells = textures[1][0]
+    assert cells > 0 and textures == [[0, 0], [cells, 0], [0, cells]]
 
 
 def test_long_drafts_are_cut_in_the_middle() -> None:
@@ -112,7 +107,7 @@ def test_long_drafts_are_cut_in_the_middle() -> None:
     assert window is not None and len(window.draft_token_ids) == 15
     ledgers = [long.ledger(0, step) for step in window.ledger_steps]
     html = window_diagram(window, long.events(), ledgers, {})
-    assert "+ 12<" in html and "⋮  9 more  ⋮" in html and "no other request beside it" in html
+    assert "+ 8<" in html and "⋮  9 more  ⋮" in html and "no other request beside it" in html
 
 
 def test_cache_is_counted_by_provenance() -> None:

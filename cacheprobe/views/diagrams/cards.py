@@ -19,10 +19,7 @@ from cacheprobe.views.thoughts.columns import Column, Story, story_of
 
 _COLUMNS = 7
 """Largest width of a token in the table of layers, in columns of a monospaced font."""
-_VERDICTS = {
-    "accepted": "accepted", "rolled_back": "rolled back", "recovered": "recovered", "bonus": "bonus",
-    "committed": "committed as computed", "abandoned": "abandoned before a verdict",
-}  # fmt: skip
+_VERDICTS = {"committed": "committed as computed", "abandoned": "abandoned before a verdict"}
 
 
 def token_card(
@@ -60,46 +57,33 @@ def token_card(
     outcomes = outcomes_at(history, generated_index)
     if row is not None:
         outcomes = outcomes_of_row(outcomes, int(readings.step.iloc[0]))
-    title, body = card_parts(readings, prediction_depth(readings).iloc[0].to_dict(), outcomes, texts, input_token)
-    rows_here = of_request[of_request.position == position]
-    note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, outcomes, texts)) + "."
-    return Markup.of(title, body, note)
-
-
-def card_parts(
-    readings: pd.DataFrame,
-    depth: JsonDict,
-    outcomes: Sequence[TokenOutcome],
-    token_texts: Mapping[int, str],
-    input_token: str,
-) -> tuple[str, str]:
-    """Returns (title as plain text, HTML) of the card of one row of the trace. The HTML has a table with a line for
-    each layer, which carries data-layer.
-
-    readings: the row's lines of the hypotheses table.  depth: its line of `analysis.measures.prediction_depth`.
-    outcomes: the tokens drafted and committed at the next position, in order.  token_texts: of all choices; a missing
-    token is shown as "<id>".  input_token: the text of the row's input token.
-    Raises: ValueError for readings of more than one row, or of none.
-    """
-    if readings.row.nunique() != 1:
-        raise ValueError(f"a card is of one row; the table has {readings.row.nunique()}")
+    depth = prediction_depth(readings).iloc[0].to_dict()
     table = readings.sort_values("layer", ascending=False)
     line = table.iloc[0]
-    status = line.status.replace("_", " ")
+    rows_here = of_request[of_request.position == position]
+    note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, outcomes, texts)) + "."
     if line.status in DISCARDED_DRAFT:
         outcomes = ()  # the next token was committed after another text
+    body = f'<dl class="facts">{_facts(line, depth, outcomes, texts, input_token)}</dl>{_layer_table(table, texts)}'
+    return Markup.of(_title(line, depth), body, note)
+
+
+def _facts(
+    line: TableLine, depth: JsonDict, outcomes: Sequence[TokenOutcome], texts: Mapping[int, str], input_token: str
+) -> str:
+    """Returns HTML of the facts of one row. line: a reading of the row.  depth: its line of
+    `analysis.measures.prediction_depth`.  outcomes: the tokens drafted and committed at the next position, in order."""
     read = f"<code>{markup(visible(input_token))}</code> at position {line.position} of request {line.request_id}"
     facts = [("read", read), ("predicts", f"position {line.position + 1}")]
-    facts.append(("row", f"{markup(status)}, {markup(line.phase)} in step {line.step}"))
+    facts.append(("row", f"{markup(line.status.replace('_', ' '))}, {markup(line.phase)} in step {line.step}"))
     for outcome in outcomes:
-        name = "draft" if outcome.outcome in ("rolled_back", "abandoned") else "next token"
-        facts.append((name, _outcome_text(outcome, token_texts)))
+        name = "draft" if outcome.outcome in DISCARDED_DRAFT else "next token"
+        facts.append((name, _outcome_text(outcome, texts)))
     flips = int(depth["num_flips"])
     changes = "no change" if not flips else f"{counted(flips, 'change')} of first choice"
     facts.append(("prediction depth", f"from layer {depth['prediction_depth']} on, after {changes}"))
     facts.append(("path", f"<code>{markup(depth['path'])}</code>"))
-    facts_html = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts)
-    return _title(line, depth), f'<dl class="facts">{facts_html}</dl>{_layer_table(table, token_texts)}'
+    return "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts)
 
 
 def _title(line: TableLine, depth: JsonDict) -> str:
@@ -122,9 +106,8 @@ def _outcome_text(outcome: TokenOutcome, token_texts: Mapping[int, str]) -> str:
     token = f"<code>{markup(visible(text_of(token_texts, outcome.token_id)))}</code>"
     if outcome.decided_step is None:
         return f"{token} drafted in step {outcome.born}, not decided"
-    word = _VERDICTS[str(outcome.outcome)]
-    is_discarded = outcome.outcome in ("rolled_back", "abandoned")
-    css_class, sign = ("lost", "✗") if is_discarded else ("kept", "✓")
+    word = _VERDICTS.get(str(outcome.outcome), str(outcome.outcome).replace("_", " "))
+    css_class, sign = ("lost", "✗") if outcome.outcome in DISCARDED_DRAFT else ("kept", "✓")
     verdict = f'<span class="{css_class}">{sign} {word}</span>'
     if outcome.born == outcome.decided_step:
         return f"{token} {verdict} in step {outcome.decided_step}"

@@ -9,11 +9,13 @@ from cacheprobe.core.values import TableLine
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.frame import Markup, legend
-from cacheprobe.views.diagrams.panels import CONTESTED_NATS, SETTLED_NATS, margin_texture
 from cacheprobe.views.diagrams.timeline import LABEL_WIDTH, drawn_requests, request_name
 from cacheprobe.views.diagrams.windows import verified_requests
 from cacheprobe.views.text import counted, text_of, token_label, visible
 
+SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
+"""Margins in nats between the two most likely tokens: a cell is plain from the first number on, and dotted below the
+second."""
 TOKEN_PITCH = 56
 """Pixels from one token to the next."""
 _CELL, _ROW, _TOP = 52, 30, 38
@@ -151,11 +153,12 @@ def _token_cell(line: TableLine, x: float, y: float, token: str, is_verified: bo
         step_words += f", decided in step {line.decided_step}"
     about = f"request {line.request_id}, generated token {line.place + 1}: {visible(token)}"
     tip = f"{about}; {state_words}; {step_words}; {margin}"
-    texture = margin_texture(line.margin_nats, colour)
     if line.state == "rolled_back":
         texture = "rolled-back"
-    elif line.state == "pending" and is_verified and texture is None:
-        texture = "pending"
+    elif pd.isna(line.margin_nats) or line.margin_nats >= SETTLED_NATS:
+        texture = "pending" if line.state == "pending" and is_verified else None
+    else:
+        texture = f"{'crossed' if line.margin_nats >= CONTESTED_NATS else 'dotted'}-{colour}"
     box = svg.box(x, y, _CELL, 24, colour, texture, radius=4, tip=tip)
     box += svg.text(x + _CELL / 2, y + 16, token_label(token, 6), f"token halo on-{colour}", "middle")
     if is_verified:

@@ -61,7 +61,7 @@ def window_diagram(
     name = "deterministic request" if is_deterministic else f"request {window.request_id}"
     panels = [
         prefill_panel(events, request, window.prefill_steps, after_prefill, name),
-        decode_panel(events, request, after_decode, newest, drafted),
+        decode_panel(after_decode, newest, drafted),
         verify_panel(window, token_texts),
         outcome_panel(window, after_verify, token_texts),
     ]
@@ -104,7 +104,7 @@ def decoded_diagram(
     newest = svg.Chip("T₀", text_of(token_texts, first_generated), "green", tip=tip)
     panels = [
         prefill_panel(events, request_id, prefills.step.tolist(), after_prefill, f"request {request_id}"),
-        decode_panel(events, request_id, at_end, newest, columns, is_verified=False),
+        decode_panel(at_end, newest, columns, is_verified=False),
     ]
     tokens = counted(num_generated, "token")
     return _side_by_side(f"Request {request_id} is never verified: its {tokens} were committed as decoded", panels)

@@ -223,12 +223,6 @@ def step_note(steps: Sequence[int] | pd.Series) -> str:
     return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]}–{numbers[-1]}"
 
 
-SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5
-"""Margins in nats between the two most likely tokens: a cell is plain from the first number on, and dotted below the
-second."""
-_MOST_REQUESTS = 8
-
-
 class DecodedToken(NamedTuple):
     """Holds one token of the decode panel, and the step that drafted or committed it."""
 
@@ -237,26 +231,16 @@ class DecodedToken(NamedTuple):
 
 
 def decode_panel(
-    events: pd.DataFrame, request_id: int, ledger: pd.DataFrame, newest: svg.Chip, columns: Sequence[DecodedToken],
-    *, is_verified: bool = True,
-) -> Panel:  # fmt: skip
+    ledger: pd.DataFrame, newest: svg.Chip, columns: Sequence[DecodedToken], *, is_verified: bool = True
+) -> Panel:
     """Returns the `Panel` (heading, picture, sentence) of a request's decode phase: the cache, the committed token T0
-    (`newest`), and the tokens drafted or decoded after T0 (`columns`). Below is a grid of requests by these tokens;
-    textures show the margin between the two most likely tokens.
+    (`newest`), and the tokens drafted or decoded after T0 (`columns`).
 
-    is_verified: False if the request's tokens are committed as they are decoded; they are then grey.
+    is_verified: False if the request's tokens are committed as they are decoded.
     """
-    shown, gap, count = abridged(len(columns), 4), 6, len(columns)
-    width = min((WIDTH - 80 - 8 - gap * (len(shown) - 1)) / max(len(shown), 1), 60)
-    x_positions = [80 + place * (width + gap) for place in range(len(shown))]
-    top = CACHE_HEIGHT + 14
-    parts = [*cylinder_strokes(["KV cache", "after decode"], ledger), svg.chip(8, top, 64, newest)]
-    for x, index in zip(x_positions, shown, strict=True):
-        hidden = svg.text(x + width / 2, top + 24, f"+ {-index}", "muted", "middle")
-        parts.append(hidden if index < 0 else svg.chip(x, top, width, columns[index].chip))
-    steps = [columns[index].step if index >= 0 else None for index in shown]
-    colour = "yellow" if is_verified else "grey"
-    grid, height = _margin_grid(events, request_id, steps, x_positions, width, top + 54, colour)
+    y = CACHE_HEIGHT + 26
+    parts, count = cylinder_strokes(["KV cache", "after decode"], ledger), len(columns)
+    placed, end = _flow([newest, *(token.chip for token in columns)], y, limit=10)
     if not is_verified:
         sentence = "This request is never verified: each token is committed as it is decoded, and its cache slots stay."
     elif count:
@@ -265,55 +249,5 @@ def decode_panel(
     else:
         sentence = "Nothing was drafted: the verifier alone chose the next token."
     label = f"Decode: T0 and {count} tokens {'draft token' if is_verified else 'committed as decoded'}"
-    picture = svg.picture(WIDTH, height, label, parts + grid)
+    picture = svg.picture(WIDTH, end, label, parts + placed)
     return Panel("Decode", step_note([token.step for token in columns]), picture, sentence)
-
-
-def _margin_grid(
-    events: pd.DataFrame,
-    request_id: int,
-    steps: Sequence[int | None],
-    places: Sequence[float],
-    width: float,
-    top: float,
-    colour: str,
-) -> tuple[list[str], float]:
-    """Returns (SVG elements, y of their lower end): a grid of requests by tokens, whose textures show each token's
-    top-two margin in nats, with a legend."""
-    if not places:
-        return [], top
-    passes = events[events.step.isin([step for step in steps if step is not None])]
-    others = sorted(set(passes.request_id.tolist()) - {request_id})
-    margins = passes.set_index(["request_id", "step"]).margin_nats
-    parts, y = [], top
-    for row in [request_id, *others[: _MOST_REQUESTS - 1]]:
-        parts.append(svg.text(8, y + 13, f"request {row}", "small strong" if row == request_id else "small muted"))
-        tint = colour if row == request_id else "grey"
-        for x, step in zip(places, steps, strict=True):
-            if step is None or (row, step) not in margins.index:
-                continue
-            margin = margins[row, step]
-            words = "no model pass" if pd.isna(margin) else f"{margin:.2f} nats between its two best tokens"
-            tip = f"request {row}, step {step}: {words}"
-            parts.append(svg.box(x, y, width, 18, tint, margin_texture(margin, tint), radius=3, tip=tip))
-        y += 22
-    if more := len(others[_MOST_REQUESTS - 1 :]):
-        parts.append(svg.text(8, y + 12, f"and {more} more", "small muted"))
-        y += 20
-    y += 18
-    parts.append(svg.text(8, y, "top-two margin, nats", "small muted"))
-    keys = ((None, f"≥ {SETTLED_NATS:g}"), ("crossed-grey", "between"), ("dotted-grey", f"< {CONTESTED_NATS:g}"))
-    for i, (texture, label) in enumerate(keys):
-        x = 8 + i * 88
-        parts.append(svg.box(x, y + 8, 26, 13, "grey", texture, radius=3))
-        parts.append(svg.text(x + 32, y + 19, label, "small muted"))
-    return parts, y + 26
-
-
-def margin_texture(margin: float, colour: str) -> str | None:
-    """Returns the name of a cell's texture for a margin in nats between the two most likely tokens: None from 2 nats on
-    or for an unknown margin (NaN), "crossed-COLOUR" from 0.5 nats on, else "dotted-COLOUR". colour: yellow, green or
-    grey."""
-    if pd.isna(margin) or margin >= SETTLED_NATS:
-        return None
-    return f"crossed-{colour}" if margin >= CONTESTED_NATS else f"dotted-{colour}"

@@ -25,6 +25,7 @@ _VALUE = 400
 UNCOMPARED = "log-probabilities are not compared: a run recorded none"
 
 Pair = tuple[pd.DataFrame, pd.DataFrame]
+RejectedByPlace = Mapping[int, Sequence[tuple[int, int]]]
 
 
 def comparison(
@@ -54,17 +55,36 @@ def comparison(
         request_id = next((d.request_id for d in differences if d.what != "equal"), 0)
     if not 0 <= request_id < len(differences):
         raise ValueError(f"there is no request {request_id} in either run; they have 0 to {len(differences) - 1}")
-    one = differences[request_id]
-    parts = [request_list(differences, request_id, tag="span"), f"<h4>{about_request(one)}</h4>"]
-    if one.what not in ("prompt", "missing"):
-        place = one.place if one.what == "tokens" else None
-        texts = [{**known_texts(r), **more} for r, more in zip(rows, token_texts, strict=True)]
-        answers = [requests[request_id]["committed_token_ids"] for requests in pair]
-        start = len(pair[0][request_id]["prompt_token_ids"])
-        parts.append(token_columns(answers, place, names, texts, f"request {request_id}", start))
+    texts = [{**known_texts(r), **more} for r, more in zip(rows, token_texts, strict=True)]
+    html = request_block(differences, request_id, pair, names, texts, tag="span")
     if fingerprints is not None:
-        parts.append(f"<h4>Schedule fingerprints</h4>{fingerprint_block(fingerprints, names)}")
-    return Markup.of(comparison_title(differences), "".join(parts))
+        html += f"<h4>Schedule fingerprints</h4>{fingerprint_block(fingerprints, names)}"
+    return Markup.of(comparison_title(differences), html)
+
+
+def request_block(
+    differences: Sequence[RequestDifference],
+    request_id: int,
+    requests: Sequence[Sequence[JsonDict]],
+    names: tuple[str, str],
+    token_texts: Sequence[Mapping[int, str]],
+    rejected: Sequence[RejectedByPlace] = ({}, {}),
+    *,
+    tag: str = "button",
+) -> str:
+    """Returns HTML: the list of requests, how one of them differs between two runs, and the tokens of that one, unless
+    its prompts differ.
+
+    requests: of each run, dicts with prompt_token_ids and committed_token_ids.  rejected: for each run, from
+    `draft_verdicts.rejected_by_place`.  tag: of the items of the list; "span" on a page without click handlers.
+    """
+    one = differences[request_id]
+    html = f"{request_list(differences, request_id, tag=tag)}<h4>{about_request(one)}</h4>"
+    if one.what in ("prompt", "missing"):
+        return html
+    ids = [of_run[request_id]["committed_token_ids"] for of_run in requests]
+    start = len(requests[0][request_id]["prompt_token_ids"])
+    return html + token_columns(one, ids, start, names, token_texts, rejected)
 
 
 def _requests(rows: pd.DataFrame, events: pd.DataFrame) -> list[JsonDict]:
@@ -117,13 +137,10 @@ def fingerprint_block(fingerprints: tuple[Mapping[str, object], Mapping[str, obj
     differences = fingerprint_differences(*fingerprints)
     if not differences:
         return "<p class='note'>Both ran under one schedule fingerprint: their bits can be compared.</p>"
-    count = len(differences)
     lines = [[name, *("—" if v is None else in_words(v) for v in pair)] for name, *pair in differences]
-    shown = table(["setting", *names], lines)
-    return (
-        f"<p class='note'>The schedules differ in {counted(count, 'setting')}, so equal bits are not promised."
-        f"</p>{shown}"
-    )
+    settings = counted(len(lines), "setting")
+    note = f"<p class='note'>The schedules differ in {settings}, so equal bits are not promised.</p>"
+    return note + table(["setting", *names], lines)
 
 
 def request_list(differences: Sequence[RequestDifference], chosen: int, *, tag: str = "button") -> str:
@@ -151,37 +168,36 @@ def settings_block(differences: Sequence[tuple[str, str, str]], names: tuple[str
     if not differences:
         return "<p class='note'>Both runs have the same settings.</p>"
     lines = [[name, *(shorten(value, _VALUE) for value in pair)] for name, *pair in differences]
-    return f"<div class='scroll'>{table(['setting', *names], lines)}</div>"
+    return table(["setting", *names], lines)
 
 
 def counts_block(counts: tuple[Mapping[str, int], Mapping[str, int]], names: tuple[str, str]) -> str:
     """Returns HTML: a table of what two runs drafted and committed. counts: from `draft_verdicts.draft_counts`."""
-    lines = [[words, *(f"{of[words]:,}{_share(of, words)}" for of in counts)] for words in counts[0]]
-    return f"<div class='scroll'>{table(['', *names], lines)}</div>"
 
+    def cell(of: Mapping[str, int], words: str) -> str:
+        """Returns the count; with the share of the draft tokens that verify passes read, if it is of accepted ones."""
+        read = of["draft tokens in verify passes"]
+        return f"{of[words]:,}" + (f" ({of[words] / read:.0%})" if words == "of these accepted" and read else "")
 
-def _share(counts: Mapping[str, int], words: str) -> str:
-    """Returns text such as " (75%)" for the accepted ones of the draft tokens that verify passes read, else ""."""
-    read = counts["draft tokens in verify passes"]
-    return f" ({counts[words] / read:.0%})" if words == "of these accepted" and read else ""
+    return table(["", *names], [[words, *(cell(of, words) for of in counts)] for words in counts[0]])
 
 
 def token_columns(
+    one: RequestDifference,
     pair: Sequence[Sequence[int]],
-    place: int | None,
+    start: int,
     names: tuple[str, str],
     token_texts: Sequence[Mapping[int, str]],
-    whose: str,
-    start: int,
-    rejected: Sequence[Mapping[int, Sequence[tuple[int, int]]]] = ({}, {}),
+    rejected: Sequence[RejectedByPlace] = ({}, {}),
 ) -> str:
     """Returns HTML of the tokens that two runs generated for one request, a column for each place: at most 48, from 24
     before the first differing token on, which is framed. Rejected drafts stand above the token that was committed in
     their place. Tokens carry data-place, the index of the generated token.
 
-    place: index of the first token that differs, or None.  whose: the request's name, for the hover texts.
-    start: position of the first generated token.  rejected: for each run, from `draft_verdicts.rejected_by_place`.
+    one: how the request differs.  pair: token ids of both runs.  start: position of the first generated token.
+    rejected: for each run, from `draft_verdicts.rejected_by_place`.
     """
+    place = one.place if one.what == "tokens" else None
     longest = max(len(ids) for ids in pair)
     first = max(0, (place or 0) - _AROUND)
     last = min(longest, first + 2 * _AROUND)
@@ -190,7 +206,7 @@ def token_columns(
         cells = []
         for i in range(first, last):
             css_class = "" if place is None or i < place else " first" if i == place else " after"
-            tip = f"{whose}, generated token {i + 1}, position {start + i}"
+            tip = f"request {one.request_id}, generated token {i + 1}, position {start + i}"
             tokens = [
                 f'<del class="pick tok" data-place="{i}" title="{tip}: rejected at step {step}">'
                 f"{markup(visible(text_of(texts, token)))}</del>"

@@ -14,10 +14,10 @@ from cacheprobe.views.thoughts.strokes import (
     GAP_WIDTH,
     MARGIN,
     PITCH,
-    Levels,
     cache_strokes,
     column_strokes,
     gap_strokes,
+    heights,
     level_strokes,
     state_paths,
 )
@@ -97,11 +97,11 @@ def _spaced(tokens: Iterable[str]) -> str:
 
 
 def _picture(story: Story, shown: list[int | range], ledger: pd.DataFrame, settings: JsonDict, title: str) -> str:
-    levels = Levels.of([story.columns[item] for item in shown if isinstance(item, int)])
+    above, below = heights([story.columns[item] for item in shown if isinstance(item, int)])
     parts, x = [], float(CACHE_WIDTH)
     width = x + sum(PITCH if isinstance(item, int) else GAP_WIDTH for item in shown) + MARGIN
-    parts += level_strokes(levels, x, width, settings)
-    parts += cache_strokes(levels, ledger)
+    parts += level_strokes(x, width, settings)
+    parts += cache_strokes(ledger)
     changes = set(changes_of_mind(story.columns)[1:])
     for item in shown:
         if isinstance(item, range):
@@ -109,18 +109,18 @@ def _picture(story: Story, shown: list[int | range], ledger: pd.DataFrame, setti
             next_column = story.columns[item.stop] if item.stop < len(story.columns) else None
             leads_on = settings["feeds_back"] and next_column is not None and next_column.source is not None
             hidden = [story.columns[i] for i in item]
-            parts += gap_strokes(levels, x, hidden, is_filler=is_filler, leads_on=leads_on)
+            parts += gap_strokes(x, hidden, is_filler=is_filler, leads_on=leads_on)
             x += GAP_WIDTH
             continue
         column = story.columns[item]
-        parts += column_strokes(levels, x, column, settings, is_new=item in changes)
+        parts += column_strokes(x, column, settings, is_new=item in changes)
         if settings["feeds_back"] and column.thought is not None:
-            parts += state_paths(levels, x, _distances_fed(story, shown, item), is_lost=column.is_rolled_back)
+            parts += state_paths(x, _distances_fed(story, shown, item), is_lost=column.is_rolled_back)
         x += PITCH
     label = f"Thinking States: {len(story.columns)} chunks. {title}"
-    return svg.picture(
-        width, levels.height, label, parts, style=f"min-width:{0.96 * width:.0f}px;max-width:{1.1 * width:.0f}px"
-    )
+    moved = f'<g transform="translate(0 {above:g})">{"".join(parts)}</g>'
+    style = f"min-width:{0.96 * width:.0f}px;max-width:{1.1 * width:.0f}px"
+    return svg.picture(width, above + below, label, [moved], style=style)
 
 
 def _distances_fed(story: Story, shown: list[int | range], index: int) -> list[int]:

@@ -2,59 +2,45 @@
 block T and compression block C, thought; and the cache."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pandas as pd
 
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.views.diagrams import svg
-from cacheprobe.views.diagrams.cache import PROVENANCE_STYLES, cache_counts
-from cacheprobe.views.text import counted, markup, shorten, stretch, subscript, token_label, visible
+from cacheprobe.views.diagrams.cache import CACHE_HEIGHT, cylinder_strokes
+from cacheprobe.views.text import counted, markup, shorten, subscript, token_label, visible
 from cacheprobe.views.thoughts.columns import Column, words_of
 
 Fill = tuple[str, str | None]
 """Colour and texture of a box."""
 
-CACHE_WIDTH, PITCH, GAP_WIDTH, MARGIN = 150, 84, 52, 60
+CACHE_WIDTH, PITCH, GAP_WIDTH, MARGIN = 250, 84, 52, 60
 """Pixels: width of the cache, of a column with its gutter, of a gap, and of the levels' names."""
 
 _WIDTH, _CHIP, _LINE = 72, 64, 20
 _LEFT, _RIGHT = 17, 54
 """Centres of a column's halves, in pixels: S and T on the left, plus and C on the right."""
-_MOST_TOKENS, _MOST_WORDS, _MOST_BOXES = 8, 4, 6
+_MOST_TOKENS, _MOST_WORDS = 8, 4
 
 
-class Levels(NamedTuple):
-    """Holds the height of each level of the thoughts picture, in pixels from the top."""
-
-    thought_end: float
-    blocks: float
-    """Top of the boxes of T (thinking block) and C (compression block)."""
-    l_out: float
-    backbone: float
-    l_in: float
-    state: float
-    tokens: float
-    height: float
-
-    @classmethod
-    def of(cls, columns: Sequence[Column]) -> "Levels":
-        """Returns the `Levels` of a picture of these columns: longer thoughts and chunks need more height."""
-        lengths = [len(column.thought.tokens) for column in columns if column.thought is not None]
-        longest_chunk = min(max(len(column.tokens) for column in columns), _MOST_TOKENS + 1)
-        end = 26.0 + min(max(lengths, default=1), _MOST_WORDS + 1) * _LINE + 6
-        tokens = end + 190
-        return cls(
-            thought_end=end, blocks=end + 24, l_out=end + 64, backbone=end + 78, l_in=end + 118, state=end + 134,
-            tokens=tokens, height=tokens + longest_chunk * _LINE + 8 + 20,
-        )  # fmt: skip
+_BLOCKS, _L_OUT, _BACKBONE, _L_IN, _STATE, _TOKENS = 24, 64, 78, 118, 134, 190
+"""Levels of the picture, in pixels below the end of the thoughts: the boxes of T (thinking block) and C (compression
+block), the line L_out, the backbone's blocks, the line L_in, the chunk states, and the tokens."""
 
 
-def level_strokes(levels: Levels, x: float, width: float, settings: JsonDict) -> list[str]:
+def heights(columns: Sequence[Column]) -> tuple[float, float]:
+    """Returns (height above the end of the thoughts, height below it) of a picture of these columns, in pixels: longer
+    thoughts and chunks need more."""
+    lengths = [len(column.thought.tokens) for column in columns if column.thought is not None]
+    longest_chunk = min(max(len(column.tokens) for column in columns), _MOST_TOKENS + 1)
+    return 32.0 + min(max(lengths, default=1), _MOST_WORDS + 1) * _LINE, _TOKENS + longest_chunk * _LINE + 28
+
+
+def level_strokes(x: float, width: float, settings: JsonDict) -> list[str]:
     """Returns a list of SVG elements: the line L_out, at which the thinking block reads states, and the line L_in, at
     which chunk states are added."""
     parts = []
-    for y, name, layer in ((levels.l_out, "out", settings["l_out"]), (levels.l_in, "in", settings["l_in"])):
+    for y, name, layer in ((_L_OUT, "out", settings["l_out"]), (_L_IN, "in", settings["l_in"])):
         block = "" if layer is None else f"block {layer - 1 if name == 'out' else layer}"
         meaning = "thoughts are read from what leaves" if name == "out" else "states are added to what enters"
         tip = f"L{name}: {meaning} {block or 'the looped blocks'}"
@@ -68,38 +54,38 @@ def level_strokes(levels: Levels, x: float, width: float, settings: JsonDict) ->
     return parts
 
 
-def column_strokes(levels: Levels, x: float, column: Column, settings: JsonDict, *, is_new: bool) -> list[str]:
+def column_strokes(x: float, column: Column, settings: JsonDict, *, is_new: bool) -> list[str]:
     """Returns a list of SVG elements of one chunk, from its tokens at the bottom up to its thought.
 
     is_new: the thought differs from the thought before, and gets a stronger frame.
     """
     name = subscript(column.chunk + 1)
-    parts = _chunk(levels.tokens, x, column)
+    parts = _chunk(x, column)
     is_added = settings["feeds_back"] and (column.source is not None or column.chunk == 0)
-    y = levels.state + 13
+    y = _STATE + 13
     up = x + _RIGHT
     if is_added:
-        parts += [svg.arrow(up, levels.tokens - 2, up, y + 9), svg.arrow(up, y - 9, up, levels.backbone + 24)]
-        parts += _state(levels.state, x, column, settings, name)
+        parts += [svg.arrow(up, _TOKENS - 2, up, y + 9), svg.arrow(up, y - 9, up, _BACKBONE + 24)]
+        parts += _state(x, column, settings, name)
     else:
-        parts.append(svg.arrow(up, levels.tokens - 2, up, levels.backbone + 24))
+        parts.append(svg.arrow(up, _TOKENS - 2, up, _BACKBONE + 24))
     first_block, end_block = settings["l_in"], settings["l_out"]
     blocks = "blocks"
     if first_block is not None:
         is_one = end_block == first_block + 1
         blocks = f"block {first_block}" if is_one else f"blocks {first_block}–{end_block - 1}"
     tip = f"{blocks} of the backbone, over the KV cache"
-    parts.append(_boxed(x, levels.backbone, _WIDTH, 22, ("plain", None), blocks, tip, "small"))
+    parts.append(_boxed(x, _BACKBONE, _WIDTH, 22, ("plain", None), blocks, tip, "small"))
     if column.thought is not None:
-        parts += _thought(levels, x, column, is_new=is_new)
+        parts += _thought(x, column, is_new=is_new)
     return parts
 
 
-def state_paths(levels: Levels, x: float, distances: Sequence[int], *, is_lost: bool) -> list[str]:
+def state_paths(x: float, distances: Sequence[int], *, is_lost: bool) -> list[str]:
     """Returns a list of SVG paths from a column's compression block C to the chunk state S of each later column that
     takes the result. distances: how many places to the right each later column is."""
-    start, gutter, y, end = x + _RIGHT + _LEFT + 1, x + _RIGHT + _LEFT + 7, levels.blocks + 13, levels.state + 13
-    rail = levels.state - (9 if is_lost else 5)
+    start, gutter, y, end = x + _RIGHT + _LEFT + 1, x + _RIGHT + _LEFT + 7, _BLOCKS + 13, _STATE + 13
+    rail = _STATE - (9 if is_lost else 5)
     kind = "path lost" if is_lost else "path"
     parts = []
     for distance in distances:
@@ -110,7 +96,7 @@ def state_paths(levels: Levels, x: float, distances: Sequence[int], *, is_lost: 
     return parts
 
 
-def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler: bool, leads_on: bool) -> list[str]:
+def gap_strokes(x: float, hidden: Sequence[Column], *, is_filler: bool, leads_on: bool) -> list[str]:
     """Returns a list with one SVG group in the place of chunks that are not drawn: their number, and their positions in
     the hover text. leads_on: the next drawn column takes a chunk state from a hidden chunk."""
     count, centre = len(hidden), x + (GAP_WIDTH - 12) / 2
@@ -118,10 +104,10 @@ def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler
     first, last = hidden[0].tokens[0].position, hidden[-1].tokens[-1].position
     tip = f"{counted(count, 'chunk')} not drawn, positions {first} to {last}"
     parts = [
-        svg.text(centre, levels.tokens + 20, "⋯", "strong", "middle"),
-        svg.text(centre, levels.tokens + 36, shorten(label, 9), "small muted", "middle"),
+        svg.text(centre, _TOKENS + 20, "⋯", "strong", "middle"),
+        svg.text(centre, _TOKENS + 36, shorten(label, 9), "small muted", "middle"),
     ]
-    y = levels.state + 13
+    y = _STATE + 13
     if leads_on:
         end = x + GAP_WIDTH - 3
         parts.append(f'<path d="M{x:g} {y:g}H{end - 2:g}" class="path zero"/>')
@@ -129,35 +115,20 @@ def gap_strokes(levels: Levels, x: float, hidden: Sequence[Column], *, is_filler
     return [_tipped(tip, parts)]
 
 
-def cache_strokes(levels: Levels, ledger: pd.DataFrame) -> list[str]:
-    """Returns a list of SVG elements of the KV cache: one line of boxes for the keys and one for the values, coloured
-    by provenance (the kind of pass that wrote a slot), and the number of slots of each provenance."""
-    counts = cache_counts(ledger)
-    boxes = _boxes(ledger)
-    top, width = levels.backbone - 40, CACHE_WIDTH - 26
-    height = 76 + 18 * len(counts)
-    parts = [svg.box(2, top, width, height, "group", radius=10), svg.text(12, top + 18, "KV cache", "strong")]
-    for line, (letter, what) in enumerate((("K", "keys"), ("V", "values"))):
-        y = top + 27 + 21 * line
-        parts.append(svg.text(12, y + 12, letter, "small muted"))
-        for place, (provenance, first, last) in enumerate(boxes):
-            tip = f"{what} of {stretch('position', first, last)}: {provenance}"
-            parts.append(svg.box(26 + 15.5 * place, y, 13, 16, *PROVENANCE_STYLES[provenance], radius=3, tip=tip))
-    for line, (provenance, count) in enumerate(counts.items()):
-        y = top + 74 + 18 * line
-        parts.append(svg.swatch(12, y, *PROVENANCE_STYLES[provenance]))
-        parts.append(svg.text(36, y + 11, f"{count} {provenance}", "small"))
-    y = levels.backbone + 11
-    parts.append(svg.arrow(width + 4, y, CACHE_WIDTH - 3, y))
-    return parts
+def cache_strokes(ledger: pd.DataFrame) -> list[str]:
+    """Returns a list of SVG elements of the KV cache, with an arrow to the backbone."""
+    y = _BACKBONE + 11
+    cylinder = "".join(cylinder_strokes(["KV cache"], ledger))
+    moved = f'<g transform="translate(0 {y - CACHE_HEIGHT / 2:g})">{cylinder}</g>'
+    return [moved, svg.arrow(CACHE_WIDTH - 22, y, CACHE_WIDTH - 3, y)]
 
 
-def _chunk(y: float, x: float, column: Column) -> list[str]:
+def _chunk(x: float, column: Column) -> list[str]:
     """Returns SVG elements of a chunk's tokens, one below the other, with the chunk's positions."""
     num_hidden = len(column.tokens) - _MOST_TOKENS if len(column.tokens) > _MOST_TOKENS + 1 else 0
     tokens = column.tokens[: len(column.tokens) - num_hidden]
     lines = len(tokens) + bool(num_hidden)
-    parts = [svg.box(x, y, _WIDTH, lines * _LINE + 6, "group")]
+    y, parts = _TOKENS, [svg.box(x, _TOKENS, _WIDTH, lines * _LINE + 6, "group")]
     for line, token in enumerate(tokens):
         is_prompt = token.kind == "prompt"
         colour = "plain" if is_prompt else "red" if token.kind == "rolled_back" else "blue"
@@ -174,9 +145,10 @@ def _chunk(y: float, x: float, column: Column) -> list[str]:
     return parts
 
 
-def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) -> list[str]:
+def _state(x: float, column: Column, settings: JsonDict, name: str) -> list[str]:
     """Returns SVG elements of a chunk state: its box, its arrow, and the plus sign at which the chunk state is
     added."""
+    y, mid, plus = _STATE, _STATE + 13, x + _RIGHT
     layer_words = "L_in" if settings["l_in"] is None else f"what enters block {settings['l_in']}"
     source = column.source
     first, last = column.tokens[0].position, column.tokens[-1].position
@@ -191,8 +163,6 @@ def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) ->
         tip += f"norm {source.state_norm:.3g}"
         label_below = []
     colour = "sand zero" if source is None and not settings["learned_first_state"] else "sand"
-    mid = y + 13
-    plus = x + _RIGHT
     return [
         _boxed(x, y, 2 * _LEFT, 26, (colour, None), f"S{name}", tip),
         *label_below,
@@ -202,27 +172,26 @@ def _state(y: float, x: float, column: Column, settings: JsonDict, name: str) ->
     ]
 
 
-def _thought(levels: Levels, x: float, column: Column, *, is_new: bool) -> list[str]:
+def _thought(x: float, column: Column, *, is_new: bool) -> list[str]:
     """Returns SVG elements of the thinking block T and the compression block C of one chunk, with their arrows, and of
     the chunk's thought."""
     thought, name = column.thought, subscript(column.chunk + 2)
     fill: Fill = ("red", "undone") if column.is_rolled_back else ("green", None)
-    y, bottom = levels.blocks, levels.thought_end
-    left, right = x + _LEFT, x + _RIGHT
+    y, left, right = _BLOCKS, x + _LEFT, x + _RIGHT
     read = f"positions {int(thought.start)} to {int(thought.end)}"
     tip_c = f"C, the compression block, makes S{name} of Z{name}: norm {thought.state_norm:.3g}\n{_passed(thought)}"
     tip_t = f"T, the thinking block, writes Z{name} from {read}\n{_passed(thought)}"
     return [
-        svg.arrow(left, levels.backbone - 1, left, y + 28),
+        svg.arrow(left, _BACKBONE - 1, left, y + 28),
         _boxed(x, y, 2 * _LEFT, 26, fill, "T", tip_t),
         _boxed(right - _LEFT, y, 2 * _LEFT, 26, fill, "C", tip_c),
-        svg.arrow(left, y - 2, left, bottom + 3),
-        svg.arrow(right, bottom + 1, right, y - 3),
-        *_thought_words(bottom, x, column, name, is_new=is_new),
+        svg.arrow(left, y - 2, left, 3),
+        svg.arrow(right, 1, right, y - 3),
+        *_thought_words(x, column, name, is_new=is_new),
     ]
 
 
-def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
+def _thought_words(x: float, column: Column, name: str, *, is_new: bool) -> list[str]:
     """Returns SVG elements of a thought: its words in blue (red if rolled back), its end, and a mark for whether it
     agrees with the true state."""
     thought, is_lost = column.thought, column.is_rolled_back
@@ -230,9 +199,9 @@ def _thought_words(bottom: float, x: float, column: Column, name: str, *, is_new
     chips.append(("<EOS>", "red" if is_lost else "plain") if thought.has_ended else ("cut…", "plain"))
     if len(chips) > _MOST_WORDS + 1:
         chips = [*chips[: _MOST_WORDS - 1], (f"+{len(chips) - _MOST_WORDS}", "plain"), chips[-1]]
-    top = bottom - len(chips) * _LINE - 6
+    top = -len(chips) * _LINE - 6
     frame, texture = ("red", "undone") if is_lost else ("group", None)
-    parts = [svg.box(x, top, _WIDTH, bottom - top, frame + " changed" * is_new, texture)]
+    parts = [svg.box(x, top, _WIDTH, -top, frame + " changed" * is_new, texture)]
     for line, (word, colour) in enumerate(chips):
         parts.append(_token(x + 4, top + 4 + line * _LINE, word, (colour, None)))
     label, classes = (f"Z{name} ✗", "strong red-ink") if is_lost else (f"Z{name}", "strong")
@@ -278,21 +247,3 @@ def _boxed(
 
 def _tipped(tip: str, parts: Sequence[str]) -> str:
     return f"<g>{f'<title>{markup(tip)}</title>' if tip else ''}{''.join(parts)}</g>"
-
-
-def _boxes(ledger: pd.DataFrame) -> list[tuple[str, int, int]]:
-    """Returns a list with (provenance, first position, last position) of each box of the cache: neighbouring slots of
-    one provenance, in at most 6 boxes."""
-    boxes: list[tuple[str, int, int]] = []
-    for row in ledger.sort_values("position").itertuples():
-        first = boxes.pop()[1] if boxes and boxes[-1][0] == row.provenance else row.position
-        boxes.append((row.provenance, first, row.position))
-    boxes = boxes[-_MOST_BOXES:]
-    while len(boxes) < min(_MOST_BOXES, len(ledger)):
-        longest = max(range(len(boxes)), key=lambda i: boxes[i][2] - boxes[i][1])
-        provenance, first, last = boxes[longest]
-        if first == last:
-            break
-        middle = (first + last) // 2
-        boxes[longest : longest + 1] = [(provenance, first, middle), (provenance, middle + 1, last)]
-    return [(str(provenance), int(first), int(last)) for provenance, first, last in boxes]

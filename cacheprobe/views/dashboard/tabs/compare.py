@@ -11,15 +11,14 @@ from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.dashboard.view import View, directory_of, opened
 from cacheprobe.views.report.run_comparison import (
     NothingToCompare,
-    about_request,
     comparison_title,
     counts_block,
     fingerprint_block,
     lens_difference,
-    request_list,
+    request_block,
     settings_block,
-    token_columns,
 )
+from cacheprobe.views.style import Figure
 from cacheprobe.views.text import markup, text_of
 
 
@@ -42,62 +41,54 @@ class Comparison(View):
         if sum(entry.tables is not None for entry in self.run_list.entries) < 2:
             remedy = "Name two or more to compare them: <code>cacheprobe dash RUN OTHER</code>."
             return f"<h2>One run is open</h2><p class='note'>{remedy}</p>"
-        ours, theirs, names = self.tables.run, self.other.run, self.names
+        both, names = (self.tables, self.other), self.names
+        ours, theirs = (tables.run for tables in both)
         differences = compare_requests(ours.requests, theirs.requests, ours.events, theirs.events)
         settings = setting_differences(ours.meta, theirs.meta, ours.requests, theirs.requests)
         counts = draft_counts(ours.events), draft_counts(theirs.events)
-        one = differences[self.request]
-        head = (
-            f"<h2>{markup(comparison_title(differences))}</h2>"
-            f"<h3>Settings that differ</h3>{settings_block(settings, names)}"
-            f"<h3>What was drafted</h3>{counts_block(counts, names)}"
-            f"<h3>{about_request(one)}</h3>{request_list(differences, self.request)}"
-        )
-        after = f"<h3>Schedule fingerprints</h3>{fingerprint_block((ours.fingerprint, theirs.fingerprint), names)}"
-        if one.what in ("prompt", "missing"):
-            return head + after
-        head += self._tokens(one.place if one.what == "tokens" else None)
-        if not (ours.has_readings and theirs.has_readings):
-            why_not = "one of the runs recorded none, or none were read yet"
-        elif lens_of(ours.meta) != lens_of(theirs.meta):
-            why_not = "the runs were read through different lenses"
-        else:
-            return self._with_readings(head, after)
-        return f"{head}<p class='note'>Lens readings are not compared: {why_not}.</p>{after}"
-
-    def _tokens(self, place: int | None) -> str:
-        """Returns HTML of the tokens of the request in both runs, with the rejected drafts. place: the first that
-        differs."""
-        both = self.tables, self.other
-        committed = [tables.run.request(self.request)["committed_token_ids"] for tables in both]
         rejected = [rejected_by_place(drafts_table(tables.events_of(self.request))) for tables in both]
         texts = [tables.run.token_texts for tables in both]
-        start = self.tables.prompt_length(self.request)
-        return token_columns(committed, place, self.names, texts, f"request {self.request}", start, rejected)
+        requests = request_block(differences, self.request, (ours.requests, theirs.requests), names, texts, rejected)
+        html = (
+            f"<h2>{markup(comparison_title(differences))}</h2>"
+            f"<h3>Settings that differ</h3>{settings_block(settings, names)}"
+            f"<h3>What was drafted</h3>{counts_block(counts, names)}<h3>Requests</h3>{requests}"
+        )
+        after = f"<h3>Schedule fingerprints</h3>{fingerprint_block((ours.fingerprint, theirs.fingerprint), names)}"
+        if differences[self.request].what in ("prompt", "missing"):
+            return html + after
+        sentence, figure = self._readings()
+        html += f"<p class='note'>{sentence}</p>"
+        if figure is None:
+            return html + after
+        html += f"<h3>{markup(str(figure.layout.title.text))}</h3>"
+        return {"html": html, "graphs": self.graphs("compare", [figure]), "more": after}
 
-    def _with_readings(self, head: str, after: str) -> str | PageAnswer:
-        """Returns the answer with the figure of the lens readings, and a sentence on the first reading of a committed
-        row that differs."""
-        pair = [tables.run.readings(self.request) for tables in (self.tables, self.other)]  # too large to cache
+    def _readings(self) -> tuple[str, Figure | None]:
+        """Returns (HTML of a sentence on the lens readings of the request in both runs, figure of their difference;
+        None without any to compare)."""
+        ours, theirs = self.tables.run, self.other.run
+        if not (ours.has_readings and theirs.has_readings):
+            return "Lens readings are not compared: one of the runs recorded none, or none were read yet.", None
+        if lens_of(ours.meta) != lens_of(theirs.meta):
+            return "Lens readings are not compared: the runs were read through different lenses.", None
+        pair = [run.readings(self.request) for run in (ours, theirs)]  # too large to cache
         our_lines, their_lines = (table[table.status == "committed"] for table in pair)
         shared = our_lines.merge(their_lines[["position", "layer"]], on=["position", "layer"])
         if shared.empty:
-            sentence = "Lens readings are not compared: the runs recorded none of the same places."
-            return f"{head}<p class='note'>{sentence}</p>{after}"
+            return "Lens readings are not compared: the runs recorded none of the same places.", None
         is_all = len(shared) == len(our_lines) == len(their_lines)
         of_shared = "" if is_all else f" of the {len(shared)} that both runs recorded"
         sentence = f"Every lens reading{of_shared} is the same, bit for bit."
         if (first := first_reading_difference(shared, their_lines)) is not None:
-            position, layer = first
-            where = f"layer {layer} at position {position}"
-            sentence = f"The first lens reading{of_shared} that differs is that of {where}."
-        html = f"{head}<p class='note'>{sentence} States are compared by <code>cacheprobe verify</code>.</p>"
+            sentence = (
+                f"The first lens reading{of_shared} that differs is that of layer {first[1]} at position {first[0]}."
+            )
+        sentence += " States are compared by <code>cacheprobe verify</code>."
         try:
-            figure = lens_difference(pair[0], pair[1], self.names)
-        except NothingToCompare:  # no place in common, as the sentence above says
-            return html + after
-        title = f"<h3>{markup(str(figure.layout.title.text))}</h3>"
-        return {"html": html + title, "graphs": self.graphs("compare", [figure]), "more": after}
+            return sentence, lens_difference(pair[0], pair[1], self.names)
+        except NothingToCompare:  # no place in common, as the sentence says
+            return sentence, None
 
     def table(self) -> pd.DataFrame:
         """Returns a line for each place of the generated tokens: token ids and texts of both runs."""

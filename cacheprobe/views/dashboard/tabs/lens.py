@@ -7,16 +7,15 @@ from typing import get_args
 
 import pandas as pd
 
-from cacheprobe.analysis.measures import prediction_depth
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row
+from cacheprobe.trace.tables.token_history import outcomes_at
 from cacheprobe.views.attribution import attribution
 from cacheprobe.views.dashboard.questions import CannotShow, PageAnswer, number, one_of
 from cacheprobe.views.dashboard.reader import RECORDED, tokenizer_texts
 from cacheprobe.views.dashboard.tabs.flip import BUTTON
 from cacheprobe.views.dashboard.view import View, button, opened_with_model, readings_code
-from cacheprobe.views.diagrams.cards import card_parts
+from cacheprobe.views.diagrams.cards import token_card
 from cacheprobe.views.diagrams.lens_grid import (
     LABEL_WIDTH,
     PITCH,
@@ -179,30 +178,29 @@ class RowCard(AtRow):
             raise CannotShow(
                 f"no reading of request {self.request} at position {row.position} was kept; widen the capture filters"
             )
-        table = table[table.site != "thought"]
         missing = {int(i) for top in table.top_token_ids for i in top} - set(run.token_texts)
         texts = {**tokenizer_texts(self.run_list.model, missing), **tokenizer_texts(run.fingerprint["model"], missing)}
-        outcomes = outcomes_at(self.tables.history_of(self.request), self._place)
-        if self.question.get("row") is not None:
-            outcomes = outcomes_of_row(outcomes, int(row.step))
-        depth = prediction_depth(table).iloc[0].to_dict()
-        title, body = card_parts(table, depth, outcomes, {**texts, **run.token_texts}, row.token)
+        rows, events = self.tables.rows_of(self.request), self.tables.events_of(self.request)
+        number = None if self.question.get("row") is None else int(row.row)
+        card = token_card(
+            table, rows, events, self.request, int(row.position), row=number, token_texts={**texts, **run.token_texts}
+        )
         is_edited = row.status not in DISCARDED_DRAFT and run.fingerprint.get("path") != "thinking"
-        flips = self._flip_buttons(outcomes) if is_edited else ""
-        return f"<h3>{markup(title)}</h3>{body}{self._features()}{flips}"
+        flips = self._flip_buttons() if is_edited else ""
+        return f"<h3>{markup(card.finding)}</h3>{card.body}{self._features()}{flips}"
 
-    @property
-    def _place(self) -> int:
-        """Index of the generated token that the row predicts."""
-        return int(self.row.position) + 1 - self.tables.prompt_length(self.request)
-
-    def _flip_buttons(self, outcomes: list[TokenOutcome]) -> str:
-        """Returns HTML with a button for each rejected draft among the outcomes of the predicted token; "" for none. A
-        token that followed a rejected one in its draft has no button: it was not judged."""
-        history = self.tables.history_of(self.request)
-        before = {one.decided_step for one in outcomes_at(history, self._place - 1) if one.outcome == "rolled_back"}
-        here = {one.decided_step for one in outcomes if one.outcome == "rolled_back"}
-        steps = sorted(step for step in here - before if step is not None)
+    def _flip_buttons(self) -> str:
+        """Returns HTML with a button for each rejected draft of the predicted token; "" for none. A token that followed
+        a rejected one in its draft has no button: it was not judged."""
+        history, place = self.tables.history_of(self.request), int(self.row.position)
+        place += 1 - self.tables.prompt_length(self.request)
+        before, here = (
+            {one.decided_step: one.born for one in outcomes_at(history, at) if one.outcome == "rolled_back"}
+            for at in (place - 1, place)
+        )
+        steps = sorted(step for step in here.keys() - before.keys() if step is not None)
+        if self.question.get("row") is not None:
+            steps = [step for step in steps if self.row.step in (step, here[step])]
         drawn = []
         for step in steps:
             draft = json.dumps({"run": self.question["run"], "request": self.request, "step": step})
