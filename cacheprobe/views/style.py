@@ -11,6 +11,7 @@ from typing import SupportsInt
 
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 FIGURE_CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
@@ -190,18 +191,9 @@ SHADES = 20
 """Number of violet shades, from weakest to strongest, of cells drawn without plotly: CSS classes v0 to v19."""
 
 
-def _shades(dark: bool) -> list[str]:
-    rgb = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in _SCALES[dark]]
-    colours = []
-    for shade in range(SHADES):
-        anchor, fraction = divmod(shade * (len(rgb) - 1) / (SHADES - 1), 1)
-        low, high = rgb[int(anchor)], rgb[min(int(anchor) + 1, len(rgb) - 1)]
-        colours.append("#" + "".join(f"{round(a + (b - a) * fraction):02x}" for a, b in zip(low, high, strict=True)))
-    return colours
-
-
 def _shade_rules(page: str, *, dark: bool) -> str:
-    return "".join(f"{page}.cp .v{i} rect{{fill:{colour}}}" for i, colour in enumerate(_shades(dark)))
+    shades = enumerate(sample_colorscale(_SCALES[dark], SHADES))
+    return "".join(f"{page}.cp .v{i} rect{{fill:{colour}}}" for i, colour in shades)
 
 
 _DARKER_HALF = "".join(f".cp svg .v{i} text{{fill:var(--paper)}}" for i in range(SHADES * 11 // 20, SHADES))

@@ -33,7 +33,9 @@ def trace() -> cp.Trace:
 
 
 def test_the_timeline_fills_its_place_and_says_where_steps_stand(trace: cp.Trace) -> None:
-    narrow, broad = (timeline_picture(trace.events(), [0], range(20), 5, at=5, fit=(w, 18, 30)) for w in (0, 640))
+    narrow, broad = (
+        timeline_picture(trace.events(), [0], range(20), 5, "", marked=(0, 5), fit=(w, 18, 30)) for w in (0, 640)
+    )
     assert 'data-pitch="18"' in narrow and 'data-pitch="27"' in broad
     assert f'class="cursor" x="{86 + 27 * 5 - 2}"' in broad
 
@@ -60,7 +62,7 @@ def test_a_column_of_numbers_stands_to_the_right_with_its_head() -> None:
 def test_states_can_be_told_apart_without_their_colours(trace: cp.Trace) -> None:
     """prefill, accepted and decoded were three plain fills, and a pending token lost its hatching to its margin."""
     events, textures = trace.events(), [texture for _, texture, _ in TIMELINE_LEGEND]
-    shown, passes = timeline_picture(events, [0, 2], range(4, 14), 5).body, events[events.step.between(4, 13)]
+    shown, passes = timeline_picture(events, [0, 2], range(4, 14), 5, "").body, events[events.step.between(4, 13)]
     passes = passes[passes.request_id.isin([0, 2])]
     assert shown.count("url(#cp-rolled-back)") == (passes.num_rolled_back.fillna(0) > 0).sum() > 0
     assert shown.count("url(#cp-provisional)") == (passes.proposed_token_ids.map(len) > 0).sum()

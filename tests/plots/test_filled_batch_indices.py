@@ -67,7 +67,7 @@ def test_pictures_draw_them_as_never_verified(trace: cp.Trace, filling: pd.DataF
     of_request = events[events.request_id == request_id]
     words = step_words(next(filling.itertuples()))
     assert words == "verify: a token committed without a verdict (the request filled an unused batch index)"
-    picture = timeline_picture(events, [request_id], range(step, step + 1), len(PROMPTS)).body
+    picture = timeline_picture(events, [request_id], range(step, step + 1), len(PROMPTS), "").body
     assert words in picture and "#cp-dotted-grey" in picture and "#cp-verified" not in picture
     tables = RunTables(StoredRun(trace.save(tmp_path / "run")))
     assert [i for i, is_verified in tables.verified.items() if is_verified] == [VERIFIED]

@@ -104,7 +104,12 @@ def test_a_file_shows_what_the_page_shows(readings: pd.DataFrame) -> None:
     assert file == page and len(page) > 20
     css = grid.draw().markup.split("<style>")[1].split("</style>")[0]
     assert "var(" not in css and "color-mix" not in css and "@media" not in css
-    for rule in (".v0 rect{fill:#f3f0f9}", ".v-1 rect{fill:#caced2}", ".v19 text{fill:#ffffff}", ".agrees{fill:none"):
+    for rule in (
+        ".v0 rect{fill:rgb(243, 240, 249)}",
+        ".v-1 rect{fill:#caced2}",
+        ".v19 text{fill:#ffffff}",
+        ".agrees{fill:none",
+    ):
         assert f".cp {rule}" in css
     narrow = grid_of(readings, 0, positions=range(int(readings[readings.request_id == 0].position.min()) + 1)).draw()
     assert narrow.width >= 480  # of which the colour scale and its name take most

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
-from threading import Lock
 
-import numpy as np
 import pandas as pd
 
 from cacheprobe.trace.manifest import UNFINISHED
@@ -13,7 +11,7 @@ from cacheprobe.trace.tables.build import ledger_at, rows_in_use
 from cacheprobe.trace.tables.engine_differences import request_differences
 from cacheprobe.trace.tables.token_history import token_history
 from cacheprobe.views.diagrams.lens_grid import finding
-from cacheprobe.views.diagrams.timeline import step_words
+from cacheprobe.views.diagrams.timeline import step_words, timeline_finding
 from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.views.rejected import rejected_of_run, selected
 from cacheprobe.views.report.insight import first_to_show
@@ -31,9 +29,7 @@ class RunTables:
     def __init__(self, run: StoredRun) -> None:
         self.run = run
         self.name = run.directory.name
-        self._lock = Lock()
-        self._whole_readings: dict[int, pd.DataFrame] = {}
-        self._readings_at = lru_cache(maxsize=32)(run.readings)
+        self._readings = lru_cache(maxsize=WHOLE_REQUESTS)(run.readings)
         self.rejected_lines = lru_cache(maxsize=16)(lambda selection: selected(self.rejected, selection, run))
         self.steps_in_words = lru_cache(maxsize=64)(self._steps_in_words)
         self.windows = lru_cache(maxsize=64)(self._windows)
@@ -42,20 +38,9 @@ class RunTables:
         self.lens_finding = lru_cache(maxsize=256)(lambda request_id: finding(self.readings(request_id), request_id))
 
     def readings(self, request_id: int, positions: range | None = None) -> pd.DataFrame:
-        """Returns the lens readings of one request as `StoredRun.readings`. Those of whole requests are kept, of a few
-        requests; later ones of some positions are then lines of these."""
-        with self._lock:
-            whole = self._whole_readings.pop(request_id, None)
-            if whole is not None:
-                self._whole_readings[request_id] = whole  # the newest at the end
-        if whole is None and positions is not None:
-            return self._readings_at(request_id, positions)
-        if whole is None:
-            whole = self.run.readings(request_id)
-            with self._lock:
-                self._whole_readings[request_id] = whole
-                if len(self._whole_readings) > WHOLE_REQUESTS:
-                    del self._whole_readings[next(iter(self._whole_readings))]
+        """Returns the lens readings of one request, or those at some positions, as `StoredRun.readings`. Those of a few
+        whole requests are kept."""
+        whole = self._readings(request_id)
         return whole if positions is None else whole[whole.position.isin(positions)]
 
     def features_of(self, request_id: int) -> pd.DataFrame:
@@ -83,6 +68,11 @@ class RunTables:
         return range(int(steps.min()), int(steps.max()) + 1) if len(steps) else range(0)
 
     @cached_property
+    def finding(self) -> str:
+        """Sentence above the timeline, about the whole run, as plain text."""
+        return timeline_finding(self.run.events)
+
+    @cached_property
     def verified(self) -> dict[int, bool]:
         """Dict from request id to True if the request was ever verified, else False."""
         with_verdict = verified_requests(self.run.events)
@@ -95,11 +85,9 @@ class RunTables:
         return {name: dict(iter(table.groupby("request_id"))) for name, table in tables.items()}
 
     @cached_property
-    def _slots_by_step(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """List with a tuple for each request: its id, steps at which its number of used cache slots changed, and the
-        number from each of these steps on."""
-        tables = rows_in_use(self.run.ledger).groupby("request_id")
-        return [(int(r), table.step.to_numpy(), table.rows.to_numpy()) for r, table in tables]
+    def _slots_by_step(self) -> pd.DataFrame:
+        """Number of used cache slots of each request after each step that changed it."""
+        return rows_in_use(self.run.ledger)
 
     def has_ended(self, request_id: int, step: int) -> bool:
         """Returns True if a request has ended by the end of a step, and so freed its cache slots."""
@@ -132,16 +120,13 @@ class RunTables:
     def slots_in_use(self, step: int) -> tuple[int, int]:
         """Returns (number of cache slots in use, number of requests that use the slots) after a step. Requests that
         have ended do not count."""
-        num_slots = num_requests = 0
-        for request_id, change_steps, counts in self._slots_by_step:
-            change = int(np.searchsorted(change_steps, step, side="right")) - 1
-            if change >= 0 and counts[change] and not self.has_ended(request_id, step):
-                num_slots, num_requests = num_slots + int(counts[change]), num_requests + 1
-        return num_slots, num_requests
+        used = self._slots_by_step[self._slots_by_step.step <= step].groupby("request_id").rows.last()
+        used = used[[rows > 0 and not self.has_ended(request_id, step) for request_id, rows in used.items()]]
+        return int(used.sum()), len(used)
 
     def warm(self) -> None:
         """Computes and caches the tables and texts that the first page needs, so that the page loads faster."""
-        _ = self.opening, self.verified, self._slots_by_step, self.run.token_texts, self._by_request
+        _ = self.opening, self.verified, self.finding, self._slots_by_step, self.run.token_texts, self._by_request
 
     def prompt_length(self, request_id: int) -> int:
         """Returns the number of prompt tokens of a request."""

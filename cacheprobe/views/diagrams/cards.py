@@ -52,7 +52,7 @@ def token_card(
     of_request = rows[rows.request_id == request_id]
     generated_index = position - int(of_request[of_request.role == "prompt"].position.max())
     history = token_history(events[events.request_id == request_id])
-    texts = {**known_texts(rows, hypotheses), **(token_texts or {})}
+    texts = known_texts(rows, hypotheses) if token_texts is None else token_texts
     input_token = of_request[of_request.row == readings.row.iloc[0]].token.iloc[0]
     outcomes = outcomes_at(history, generated_index)
     if row is not None:

@@ -106,40 +106,35 @@ def panels_alone(title: str, panels: Sequence[Panel], keys: Sequence[tuple[str, 
     gap, panel_width = 28, max(_size_of(panel.picture)[0] for panel in panels)
     heights = [_size_of(panel.picture)[1] for panel in panels]
     sentences = [_wrapped(_without_tags(panel.sentence), panel_width) for panel in panels]
-    width = 2 * _MARGIN + len(panels) * panel_width + (len(panels) - 1) * gap
-    picture_end = _HEAD + 34 + max(heights)
+    width = len(panels) * panel_width + (len(panels) - 1) * gap
+    picture_end = 34 + max(heights)
     parts = []
     for i, (panel, lines) in enumerate(zip(panels, sentences, strict=True)):
-        x = _MARGIN + i * (panel_width + gap)
+        x = i * (panel_width + gap)
         parts += [
-            svg.text(x, _HEAD + 16, panel.heading, "strong"),
-            svg.text(x + panel_width, _HEAD + 16, panel.note, "muted", "end"),
-            _moved_to(x, _HEAD + 28, _inside(panel.picture)),
+            svg.text(x, 16, panel.heading, "strong"),
+            svg.text(x + panel_width, 16, panel.note, "muted", "end"),
+            _moved_to(x, 28, _inside(panel.picture)),
             *(svg.text(x, picture_end + 18 + _LINE * n, line, "said muted") for n, line in enumerate(lines)),
         ]
-    bottom = picture_end + 18 + _LINE * max(map(len, sentences))
-    return _svg_file(title, width, bottom, parts, keys)
+    bottom = picture_end + _LINE * max(map(len, sentences))
+    return picture_alone(title, svg.picture(width, bottom, "", parts), keys)
 
 
-def picture_alone(title: str, picture: str, keys: Sequence[tuple[str, str]], note: str) -> Drawing:
+def picture_alone(title: str, picture: str, keys: Sequence[tuple[str, str]], note: str = "") -> Drawing:
     """Returns a `Drawing` (an SVG file) of one picture, with a title above, and a note and the legend below.
 
     title: plain text.  picture: from `svg.picture`.  keys: (SVG elements, meaning) of each entry of the legend.
+    note: HTML.
     """
     width, height = _size_of(picture)
-    width += 2 * _MARGIN
-    title_lines = _wrapped(title, (width - 2 * _MARGIN) / 1.35)
+    title_lines, note_lines = _wrapped(title, width / 1.35), _wrapped(_without_tags(note), width) if note else []
     top = _HEAD + 24 * (len(title_lines) - 1)
-    note_lines = _wrapped(_without_tags(note), width - 2 * _MARGIN)
-    end = top + height + 20
-    notes = [svg.text(_MARGIN, end + _LINE * n, line, "said muted") for n, line in enumerate(note_lines)]
-    parts = [_moved_to(_MARGIN, top, _inside(picture)), *notes]
-    return _svg_file("\n".join(title_lines), width, end + _LINE * len(notes), parts, keys)
-
-
-def _svg_file(title: str, width: float, bottom: float, parts: list[str], keys: Sequence[tuple[str, str]]) -> Drawing:
-    """Returns the `Drawing` of these parts with a title, as plain text, above, and the legend below `bottom`."""
-    x, y = float(_MARGIN), bottom + 8
+    y = top + height + 20
+    parts = [svg.text(_MARGIN, 28 + 24 * n, line, "title") for n, line in enumerate(title_lines)]
+    parts.append(_moved_to(_MARGIN, top, _inside(picture)))
+    parts += [svg.text(_MARGIN, y + _LINE * n, line, "said muted") for n, line in enumerate(note_lines)]
+    x, y, width = float(_MARGIN), y + _LINE * len(note_lines) + 8, width + 2 * _MARGIN
     for sign, meaning in keys:
         entry_width = 26 + _LETTER * columns_of(meaning) + 18
         if x + entry_width > width and x > _MARGIN:
@@ -147,11 +142,10 @@ def _svg_file(title: str, width: float, bottom: float, parts: list[str], keys: S
         parts += [_moved_to(x, y, sign), svg.text(x + 26, y + 13, meaning, "said")]
         x += entry_width
     height = y + 24 + _MARGIN
-    title_lines = [svg.text(_MARGIN, 28 + 24 * n, line, "title") for n, line in enumerate(title.split("\n"))]
     return Drawing(
         f'<svg xmlns="http://www.w3.org/2000/svg" class="cp" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}"><style>{_css()}</style>{_inside(svg.TEXTURES)}'
-        f'<rect width="100%" height="100%" fill="#fff"/>{"".join([*title_lines, *parts])}</svg>\n',
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n',
         round(width), round(height),
     )  # fmt: skip
 

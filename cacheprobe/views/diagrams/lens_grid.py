@@ -167,7 +167,7 @@ _LEAST = 480
 _TINTS = {"superseded": "yellow", "rolled_back": "red", "abandoned": "grey"}
 _OUTLINE = '<rect class="agrees" x="2" y="3" width="18" height="11" rx="2"/>'
 _GREY = '<g class="v-1"><rect x="2" y="3" width="18" height="11"/></g>'
-_READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats", "agrees"]
+_READ = ["row", "layer", "token", "logprob_nats", "entropy_nats", "rank", "committed_logprob_nats"]
 _ABOUT = ["row", "request_id", "step", "phase", "role", "status", "position", "committed_token", "read_token"]
 
 
@@ -223,7 +223,10 @@ def grid_of(
     pitch = int(min(max((width - LABEL_WIDTH - 4) // len(columns), PITCH), WIDEST))
     height = _TOP + _ROW * len(layers)
     heights = {layer: height - _ROW * (i + 1) for i, layer in enumerate(layers)}
-    cells_of_row = _cells(rows, _shades(scale))
+    cells_of_row: dict[int, list[TableLine]] = {}
+    agrees = rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(DISCARDED_DRAFT)
+    for cell in rows[_READ].assign(shade=_shades(scale), agrees=agrees).sort_values("layer").itertuples():
+        cells_of_row.setdefault(cell.row, []).append(cell)
     every = 1 if len(layers) <= 16 else 2
     names = [("layer", _TOP - 1), *((str(layer), heights[layer] + 13) for layer in layers[::every])]
     names += [("position", height + 19), ("read", height + 34), ("→ next", height + 49)]
@@ -265,18 +268,8 @@ def _shades(scale: Scale) -> list[int]:
     return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]
 
 
-def _cells(rows: pd.DataFrame, shades: list[int]) -> dict[int, list[tuple]]:
-    """Returns a dict from row number to the row's readings in order of layers. A reading is a tuple of the columns
-    `_READ` except row, and the shade."""
-    cells_of_row: dict[int, list[tuple]] = {}
-    rows = rows.assign(agrees=rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(DISCARDED_DRAFT))
-    for row, *cell in zip(*(rows[name].tolist() for name in _READ), shades, strict=True):
-        cells_of_row.setdefault(row, []).append(tuple(cell))
-    return {row: sorted(cells, key=lambda cell: cell[0]) for row, cells in cells_of_row.items()}
-
-
 def _column(
-    column: TableLine, cells: list[tuple], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
+    column: TableLine, cells: list[TableLine], heights: dict[int, int], x: int, pitch: int, height: int, has_tips: bool
 ) -> str:
     """Returns SVG of one column of the grid: the cells of one row of the trace, outlines of layers that name the
     committed token, and the text below."""
@@ -289,20 +282,21 @@ def _column(
     column_data = "" if has_tips else f'data-says="{markup(column_tip)}" '
     parts = [f'<g class="column" {about} {column_data}transform="translate({x} 0)">']
     middle, letters = f'{pitch / 2:g}"', TOKEN_COLUMNS * pitch // PITCH
-    for layer, token, nats, entropy, rank, target_nats, _, shade in cells:
-        target = f"committed {committed}, rank {rank}, log p {target_nats:.2f} nats"
-        cell_tip = f"layer {layer}: first choice {visible(token)}, log p {nats:.2f} nats\n"
-        cell_tip += f"{target if committed is not None else none}\nentropy {entropy:.2f} nats"
-        y = heights[layer]
+    for cell in cells:
+        y, target = heights[cell.layer], none
+        if committed is not None:
+            target = f"committed {committed}, rank {cell.rank}, log p {cell.committed_logprob_nats:.2f} nats"
+        cell_tip = f"layer {cell.layer}: first choice {visible(cell.token)}, log p {cell.logprob_nats:.2f} nats\n"
+        cell_tip += f"{target}\nentropy {cell.entropy_nats:.2f} nats"
         cell_data = "" if has_tips else f' data-says="{markup(cell_tip)}"'
         tip = f"<title>{markup(column_tip)}\n{markup(cell_tip)}</title>" if has_tips else ""
         parts.append(
-            f'<g class="pick v{shade}" data-layer="{layer}"{cell_data}>{tip}<rect x="1" y="{y + 1}" '
+            f'<g class="pick v{cell.shade}" data-layer="{cell.layer}"{cell_data}>{tip}<rect x="1" y="{y + 1}" '
             f'width="{pitch - 1}" height="{_ROW - 1}"/><text class="token" x="{middle} y="{y + 14}">'
-            f"{markup(token_label(token, letters))}</text></g>"
+            f"{markup(token_label(cell.token, letters))}</text></g>"
         )
     order = {layer: i for i, layer in enumerate(heights)}
-    for low, high in runs_of([order[cell[0]] for cell in cells if cell[6]]):
+    for low, high in runs_of([order[cell.layer] for cell in cells if cell.agrees]):
         top = height - _ROW * (high + 1)
         tall = _ROW * (high - low + 1) - 1
         parts.append(f'<rect class="agrees" x="1.5" y="{top + 1}" width="{pitch - 2}" height="{tall}" rx="2"/>')

@@ -17,7 +17,7 @@ _DETAILED = 10
 """Least width of a step in pixels at which its cells have textures and hover texts."""
 MOST_STEPS, MOST_REQUESTS = 80, 16
 """Largest numbers of steps and of requests in one picture."""
-_ROW, _TOP = 30, 30
+_ROW, _TOP, _CELL = 30, 30, 24
 _OWN = 8
 """Height in pixels of the part of a cell that shows the verifier's own token."""
 
@@ -57,7 +57,7 @@ def timeline(
     shown = range(first, min(last + 1, first + MOST_STEPS)) if steps is None else steps
     if not shown or shown.step != 1 or shown.start < first or shown.stop > last + 1:
         raise ValueError(f"there is no picture of steps {shown}; the table has {first} to {last}")
-    return timeline_picture(events, drawn, shown, len(known), chosen=chosen, at=step)
+    return timeline_picture(events, drawn, shown, len(known), timeline_finding(events), marked=(chosen, step))
 
 
 def drawn_requests(events: pd.DataFrame, requests: Iterable[int] | None, *more: int) -> tuple[list[int], list[int]]:
@@ -100,21 +100,22 @@ def timeline_picture(
     requests: Sequence[int],
     steps: range,
     num_requests: int,
+    finding: str,
     *,
-    chosen: int | None = None,
-    at: int | None = None,
+    marked: tuple[int | None, int | None] = (None, None),
     fit: tuple[float, int, int] = (0, PITCH, WIDEST),
     note: str = "",
 ) -> Markup:
     """Returns HTML of these requests (downwards) and steps (across). Cells carry data-request and data-step.
 
-    events: of the whole run.  num_requests: of the run.  chosen: the request to name in bold.  at: the step to frame.
+    events: of the whole run.  num_requests: of the run.  finding: from `timeline_finding`.  marked: the request to name
+    in bold, and the step to frame.
     fit: pixels to fill, if steps can be stretched so far; least and largest width of a step. Narrow steps have no
     textures and no hover texts.  note: HTML that follows the description.
     """
     width, least, most = fit
     pitch = int(min(max((width - LABEL_WIDTH - 4) // len(steps), least), most))
-    picture = _picture(events, requests, steps, pitch, chosen, at)
+    picture = _picture(events, requests, steps, pitch, *marked)
     count, first, last = len(requests), events.step.min(), events.step.max()
     description = f"{count} of {num_requests} requests, "
     if count == num_requests:
@@ -130,7 +131,7 @@ def timeline_picture(
         for colour, texture, meaning in TIMELINE_LEGEND
         if texture not in _RARE or f"#cp-{texture})" in picture
     )
-    return Markup.of(timeline_finding(events), f"<div class='scroll'>{picture}</div>", f"{description}{note}", keys)
+    return Markup.of(finding, f"<div class='scroll'>{picture}</div>", f"{description}{note}", keys)
 
 
 def _picture(
@@ -205,31 +206,32 @@ def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool,
     if pd.notna(event.draft_start):
         first = int(event.draft_start)
         tip += f"; positions {first} to {first + len(event.target_token_ids) - 1}"
-
-    def box_at(top: float, box_height: float, colour: str, texture: str | None) -> str:
-        """Returns SVG of a box across the cell, from `top` downwards."""
+    drawn = []
+    for height, colour, texture in _bands(event, is_other=is_other):
+        if not height:
+            continue
         if is_narrow:
-            return f'<rect x="{x:g}" y="{top:g}" width="{width:g}" height="{box_height:g}" class="box {colour}"/>'
-        return svg.box(x, top, width, box_height, colour, texture, radius=3, tip=tip)
+            shape = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+            drawn.append(f'<rect {shape} class="box {colour}"/>')
+        else:
+            drawn.append(svg.box(x, y, width, height, colour, texture, radius=3, tip=tip))
+        y += height
+    return "".join(drawn)
 
+
+def _bands(event: TableLine, *, is_other: bool) -> list[tuple[float, str, str | None]]:
+    """Returns (height in pixels, colour, texture) of each part of the cell of one pass, from the top."""
     if event.phase == "prefill":
-        return box_at(y, 24, *(("grey", "ruled-grey") if is_other else ("blue", "ruled-blue")))
+        return [(_CELL, "grey", "ruled-grey") if is_other else (_CELL, "blue", "ruled-blue")]
     if event.phase == "decode":
         is_draft = len(event.proposed_token_ids) > 0
-        return box_at(y, 24, *(("yellow", "provisional") if is_draft else ("grey", "dotted-grey")))
+        return [(_CELL, "yellow", "provisional") if is_draft else (_CELL, "grey", "dotted-grey")]
     if pd.isna(event.num_accepted):
         is_filling = len(event.committed_token_ids) > 0
-        return box_at(y, 24, *(("grey", "dotted-grey") if is_filling else ("green", "verified")))
+        return [(_CELL, "grey", "dotted-grey") if is_filling else (_CELL, "green", "verified")]
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
-    has_own = len(event.committed_token_ids) > accepted
     if not drafted:
-        return box_at(y, 24, "green", "pending")
-    own_height = _OWN if has_own else 0
-    draft_height = 24 - own_height
-    accepted_height = draft_height * accepted / drafted
-    parts = [box_at(y, own_height, "green", "pending")] if own_height else []
-    if accepted_height < draft_height:
-        parts.append(box_at(y + own_height, draft_height - accepted_height, "red", "rolled-back"))
-    if accepted_height:
-        parts.append(box_at(y + 24 - accepted_height, accepted_height, "green", None))
-    return "".join(parts)
+        return [(_CELL, "green", "pending")]
+    own = _OWN if len(event.committed_token_ids) > accepted else 0
+    kept = (_CELL - own) * accepted / drafted
+    return [(own, "green", "pending"), (_CELL - own - kept, "red", "rolled-back"), (kept, "green", None)]

@@ -64,7 +64,8 @@ class Timeline(_OfRequests):
         note = " Sorted by the number of tokens rolled back, most first." if is_sorted else ""
         note += " A cell is one pass of one request; click one. Drag over steps to zoom."
         fit = (width, least, most)
-        return timeline_picture(run.events, requests, self.steps, len(run.requests), fit=fit, note=note).html
+        found = self.tables.finding
+        return timeline_picture(run.events, requests, self.steps, len(run.requests), found, fit=fit, note=note).html
 
     def table(self) -> pd.DataFrame:
         """Returns the lines of the events table of these requests and steps."""
