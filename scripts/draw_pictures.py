@@ -46,7 +46,7 @@ def thoughts_picture(browser: Browser, run: Path, folder: Path) -> None:
     picture = cp.plots.thoughts_picture(thoughts, trace.row_table, trace.events(), trace.ledger(request), request)
     page = browser.new_page(viewport={"width": WIDTH, "height": 900})
     page.set_content(f'<!doctype html><meta name="viewport" content="width=device-width">{picture}')
-    page.locator(".thoughts").first.screenshot(path=folder / "thoughts-1280.png")
+    page.locator(".cp.alone").screenshot(path=folder / "thoughts-1280.png")
     page.close()
 
 

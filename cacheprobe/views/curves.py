@@ -132,46 +132,48 @@ def acceptance_curves(table: pd.DataFrame) -> go.Figure:
     if lacking := [name for name in needed if name not in table.columns]:
         raise ValueError(f"the table has no column {lacking[0]}; give one from cp.analysis.acceptance(trace, ...)")
     require_lines(table, "the table of acceptance is empty; replay at least one request")
-    return _by_place(table) if is_by_place else _by_layer(table)
+    lines, x, title, hover = _by_place(table) if is_by_place else _by_layer(table)
+    figure, layers, groups = Figure(), lines.layer.dropna(), list(lines.groupby("name", sort=False))
+    for i, (name, own) in enumerate(groups[:MOST_CURVES]):
+        dash = "solid" if (own.kind == "exact").all() else "dash"
+        if not is_by_place and own.layer.isna().all():  # a level for a drafter without a layer
+            ends = [layers.min(), layers.max()] if len(layers) else [0, 1]
+            own, dash = pd.DataFrame({"layer": ends, "value": own.value.iloc[0]}), "dot"
+        _add(figure, i, str(name), own, "value", dash, hover, x)
+    title, legend = (
+        title + _left_out(len(groups) - MOST_CURVES, "curves"),
+        dict(orientation="h", x=0, y=-0.2, yanchor="top"),
+    )
+    set_layout(figure, title, 420, top=56, bottom=130, left=52, legend=legend, dragmode=False, showlegend=True)
+    if is_by_place:
+        figure.update_xaxes(title="position in the draft", dtick=max(1, int(table.place.max()) // 8))
+        figure.update_yaxes(title="share of draft tokens accepted", tickformat=".0%", range=[-0.02, 1.04])
+    else:
+        figure.update_xaxes(title="layer of the early exit", **(layer_ticks(layers) if len(layers) else {}))
+        figure.update_yaxes(title="tokens committed in a verify pass", rangemode="tozero")
+    return figure
 
 
-def _by_layer(table: pd.DataFrame) -> go.Figure:
-    """Returns the figure of tokens per pass by layer."""
+def _by_layer(table: pd.DataFrame) -> tuple[pd.DataFrame, str, str, str]:
+    """Returns (lines with value, the tokens per pass over all requests, and name, that of their curve; column of the
+    horizontal axis; title; hover text)."""
     keys = ["drafter", "settings", "layer", "window", "temperature", "kind"]
     summed = table.groupby(keys, dropna=False, sort=False, as_index=False)[["passes", "committed"]].sum()
-    summed["tokens_per_pass"] = summed.committed / summed.passes
+    summed["value"] = summed.committed / summed.passes
     summed["name"] = [_name(line) for line in summed.itertuples()]
-    figure, layers = Figure(), summed.layer.dropna()
-    groups = list(summed.groupby("name", sort=False))
-    for i, (name, lines) in enumerate(groups[:MOST_CURVES]):
-        dash = _dash(lines)
-        if lines.layer.isna().all():  # a level for a drafter without a layer
-            ends = [layers.min(), layers.max()] if len(layers) else [0, 1]
-            lines, dash = pd.DataFrame({"layer": ends, "tokens_per_pass": lines.tokens_per_pass.iloc[0]}), "dot"
-        _add(figure, i, str(name), lines, "tokens_per_pass", dash, "layer %{x}: %{y:.2f} tokens a pass")
-    best = summed.loc[summed.tokens_per_pass.idxmax()]
-    title = f"Most tokens a pass: {best.tokens_per_pass:.2f}, by {_place_of(best)}, window {best.window}"
-    _finish(figure, title, len(groups))
-    figure.update_xaxes(title="layer of the early exit", **(layer_ticks(layers) if len(layers) else {}))
-    figure.update_yaxes(title="tokens committed in a verify pass", rangemode="tozero")
-    return figure
+    best = summed.loc[summed.value.idxmax()]
+    title = f"Most tokens a pass: {best.value:.2f}, by {_place_of(best)}, window {best.window}"
+    return summed, "layer", title, "layer %{x}: %{y:.2f} tokens a pass"
 
 
-def _by_place(table: pd.DataFrame) -> go.Figure:
-    """Returns the figure of acceptance by place in the draft."""
-    table = table.assign(share=table.accepted / table.drafted)
-    table["name"] = [_name(line, has_layer=True) for line in table.itertuples()]
-    figure, groups = Figure(), list(table.groupby("name", sort=False))
-    for i, (name, lines) in enumerate(groups[:MOST_CURVES]):
-        lines, hover = lines.sort_values("place"), "position %{x} in the draft: %{y:.1%} accepted"
-        _add(figure, i, str(name), lines, "share", _dash(lines), hover, "place")
-    first = table[table.place == table.place.min()]
-    best = first.loc[first.share.idxmax()]
-    title = f"First draft token accepted at most in {best.share:.0%}, by {_place_of(best)}"
-    _finish(figure, title, len(groups))
-    figure.update_xaxes(title="position in the draft", dtick=max(1, int(table.place.max()) // 8))
-    figure.update_yaxes(title="share of draft tokens accepted", tickformat=".0%", range=[-0.02, 1.04])
-    return figure
+def _by_place(table: pd.DataFrame) -> tuple[pd.DataFrame, str, str, str]:
+    """Returns the same as `_by_layer` for acceptance by place in the draft."""
+    lines = table.assign(value=table.accepted / table.drafted).sort_values("place", kind="stable")
+    lines["name"] = [_name(line, has_layer=True) for line in lines.itertuples()]
+    first = lines[lines.place == lines.place.min()]
+    best = first.loc[first.value.idxmax()]
+    title = f"First draft token accepted at most in {best.value:.0%}, by {_place_of(best)}"
+    return lines, "place", title, "position %{x} in the draft: %{y:.1%} accepted"
 
 
 def _add(
@@ -181,18 +183,6 @@ def _add(
     """Adds curve number `i` of a column. hover: with plotly's places for the numbers.  x, settings: as in `curve`."""
     style = {"color": COLOURS[i], "symbol": SYMBOLS[i], "dash": dash}
     curve(figure, lines, column, markup(shorten(name, 60)), f"{markup(name)}<br>{hover}", style, x, **settings)
-
-
-def _finish(figure: go.Figure, title: str, num_curves: int) -> None:
-    """Sets title and layout; the title says how many curves are left out."""
-    more, legend = _left_out(num_curves - MOST_CURVES, "curves"), dict(orientation="h", x=0, y=-0.2, yanchor="top")
-    title = f"{title}{more}"
-    set_layout(figure, title, 420, top=56, bottom=130, left=52, legend=legend, dragmode=False, showlegend=True)
-
-
-def _dash(lines: pd.DataFrame) -> str:
-    """Returns the dash of a curve: solid if exact."""
-    return "solid" if (lines.kind == "exact").all() else "dash"
 
 
 def _name(line: TableLine, has_layer: bool = False) -> str:

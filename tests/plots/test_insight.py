@@ -60,17 +60,18 @@ def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
     events = trace.events()
     at = first_to_show(events)
     assert at is not None
+    request, step, position = at
     partial = [(int(e.step), int(e.request_id)) for e in events.itertuples()
                if e.phase == "verify" and 0 < e.num_accepted < len(e.draft_token_ids)]  # fmt: skip
-    assert (at.step, at.request_id) == min(partial)
+    assert (step, request) == min(partial)
     texts = cp.plots.token_texts(trace.row_table, trace.hypothesis_table)
     said = first_insight(cp.analysis.lens_readings(trace), trace.row_table, events, texts)
-    assert said.startswith(f"request {at.request_id}, step {at.step}: ") and f"rolled back in step {at.step}" in said
+    assert said.startswith(f"request {request}, step {step}: ") and f"rolled back in step {step}" in said
     # the reading is of the row whose next token the verifier put in the draft's place
-    place = at.position + 1 - len(PROMPTS[at.request_id])
-    token = trace.committed(at.request_id)[place]
+    place = position + 1 - len(PROMPTS[request])
+    token = trace.committed(request)[place]
     assert f"and “{texts[token]}” committed in its place" in said
-    own = outcomes_at(token_history(events[events.request_id == at.request_id]), place)
+    own = outcomes_at(token_history(events[events.request_id == request]), place)
     assert [token.outcome for token in own][-1] == "recovered"
     assert first_insight(None, trace.row_table, events, texts) == said.split(". ")[0]
     nothing = cp.run(loaded(), PROMPTS[:1], **SMALL)
@@ -92,7 +93,7 @@ def test_a_whole_window_that_ends_its_request_has_no_token_of_the_verifiers_own(
     )  # fmt: skip
     rows = pd.DataFrame(columns=["request_id", "position", "step", "num_layers"])
     at = first_to_show(events)
-    assert at is not None and at.position == 8
+    assert at is not None and at[2] == 8
     assert (
         first_insight(None, rows, events, TEXTS) == "request 0, step 2: “A”, drafted in step 1, was accepted in step 2"
     )

@@ -1,7 +1,7 @@
 """Checks the values in the page's questions, and turns errors into answers."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from pyarrow import ArrowException
@@ -13,7 +13,7 @@ PageQuestion = JsonDict
 """A question of the page for one view, as JSON, such as {"run": 0, "step": 7}. The functions below check its
 values."""
 PageAnswer = JsonDict
-"""html: HTML with every text of a run escaped.  graphs: components from `view.graphs`.  more: HTML below the graphs.
+"""html: HTML with every text of a run escaped.  graphs: components from `View.graphs`.  more: HTML below the graphs.
 error: the reason if the view cannot be shown.
 """
 
@@ -73,17 +73,6 @@ def span(value: object, what: str, most: int) -> range:
     ):
         raise CannotShow(f"{what} is [first, end], at most {most} apart, got {value!r:.60}")
     return range(first, end)
-
-
-def requests_of(question: PageQuestion, by_losses: Sequence[int], most: int) -> list[int]:
-    """Returns the ids of the requests on a page: places [first, end] of all requests, in order of their ids, or of
-    `by_losses` if the question's order is "losses". Raises: CannotShow if there are none."""
-    places = span(question["requests"], "requests", most)
-    order = by_losses if question.get("order") == "losses" else range(len(by_losses))
-    requests = list(order)[max(places.start, 0) : max(places.stop, 0)]
-    if not requests:
-        raise CannotShow(f"there is no request at {question['requests']} in this run")
-    return requests
 
 
 def number(value: object, what: str) -> int:

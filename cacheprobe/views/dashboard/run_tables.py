@@ -173,7 +173,7 @@ class RunTables:
         rollback, else of the first verdict, else of the first step; both 0 without events."""
         request, step = 0, 0
         if (token := first_to_show(self.run.events)) is not None:
-            request, step = token.request_id, token.step
+            request, step, _ = token
         elif len(self.run.events):
             request, step = self.run.events[["request_id", "step"]].iloc[0].astype(int).tolist()
         return {"request": request, "step": step}

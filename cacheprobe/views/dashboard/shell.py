@@ -71,8 +71,8 @@ def layout(run_list: RunList) -> Element:
         "replay": _replay_cards(),
         "rejected": [_card("rejected")],
         "thoughts": [_card("thoughts")],
-        "compare": [html.Div(_menu("against", "compare with"), className="menus"), _figure_card("compare")],
-        "results": [_result_buttons(run_list), _figure_card("result")],
+        "compare": [html.Div(_menu("against", "compare with"), className="menus"), _card("compare", is_figure=True)],
+        "results": [_result_buttons(run_list), _card("result", is_figure=True)],
     }
     about = {"className": "tabpanel", "role": "tabpanel"}
     tabs = [html.Div(cards, id=f"panel-{n}", hidden=n != "replay", **about) for n, cards in panels.items()]
@@ -170,14 +170,10 @@ def _tabs() -> Element:
     return html.Nav([*tabs, group], className="tabs", role="tablist")
 
 
-def _card(name: str, below: Sequence[Element] = ()) -> Element:
-    content = [html.Div(className="waiting"), html.Div(id=f"{name}-view"), _export_bar(name), *below]
-    return html.Section(content, className="card", id=f"{name}-card")
-
-
-def _figure_card(name: str) -> Element:
-    places = [html.Div(className="waiting"), *_figure_places(name)]
-    return html.Section(places, className="card", id=f"{name}-card")
+def _card(name: str, below: Sequence[Element] = (), *, is_figure: bool = False) -> Element:
+    """Returns the empty card of a view. below: components below it.  is_figure: whether it can have a figure."""
+    places = _figure_places(name) if is_figure else [html.Div(id=f"{name}-view"), _export_bar(name)]
+    return html.Section([html.Div(className="waiting"), *places, *below], className="card", id=f"{name}-card")
 
 
 def _figure_places(name: str) -> list[Element]:

@@ -47,10 +47,13 @@ class View(ABC):
     def table(self) -> pd.DataFrame:
         """Returns the table that the view shows, for CSV."""
 
-    @abstractmethod
+    notebook: Sequence[str] = ()
+    """Lines of Python that follow those which open the run, with attributes of the view in braces: {self.request}."""
+
     def code(self) -> Sequence[str]:
         """Returns lines of Python for a notebook. They name that table `table`, and the last of them makes the picture,
         if the view has one."""
+        return [*opened(self.tables), *(line.format(self=self) for line in self.notebook)]
 
     @cached_property
     def tables(self) -> RunTables:
@@ -73,33 +76,25 @@ class View(ABC):
         return number(self.question["position"], "position")
 
     def graphs(self, name: str, figures: Sequence[Figure]) -> list[JsonDict]:
-        """Returns the figures as components of the page, in its colours. name: as in `graphs`."""
-        return graphs(name, figures, dark=self.question.get("theme") == "dark")
+        """Returns Dash components in JSON: the figures one below the other, each at its own height, in the page's
+        colours. Changes the figures: their titles are removed, and the light or dark template is set.
 
-
-def graphs(name: str, figures: Sequence[Figure], *, dark: bool) -> list[JsonDict]:
-    """Returns a list of Dash components in JSON: the figures one below the other, each at its own height. Changes the
-    figures: their titles are removed, and the light or dark template is set. The browser loads plotly with the first.
-
-    The caller shows the first figure's title; the other titles become headings. name: start of the components' ids.
-    """
-    components = []
-    for i, figure in enumerate(figures):
-        title = figure.layout.title.text
-        if i and title:
-            components.append(html.H3(unescape(title).replace("<br>", " ")).to_plotly_json())
-        height = (figure.layout.height or 450) - 40  # without its title the figure needs 40 px less
-        figure.update_layout(template=layout_template(dark=dark), height=None, autosize=True, title=None, margin_t=44)
-        graph = dcc.Graph(
-            id=f"{name}-{i}",
-            figure=json.loads(figure.to_json()),
-            config={**FIGURE_CONFIG, "displayModeBar": False},
-            responsive=True,
-            style={"height": "100%"},
-        )
-        style = {"height": f"{height}px", "minWidth": f"{_least_width(figure)}px"}
-        components.append(html.Div(graph.to_plotly_json(), style=style).to_plotly_json())
-    return components
+        The caller shows the first figure's title; the other titles become headings. name: start of the components' ids.
+        """
+        components = []
+        template = layout_template(dark=self.question.get("theme") == "dark")
+        for i, figure in enumerate(figures):
+            title = figure.layout.title.text
+            if i and title:
+                components.append(html.H3(unescape(title).replace("<br>", " ")).to_plotly_json())
+            height = (figure.layout.height or 450) - 40  # without its title the figure needs 40 px less
+            figure.update_layout(template=template, height=None, autosize=True, title=None, margin_t=44)
+            config = {**FIGURE_CONFIG, "displayModeBar": False}
+            about = {"id": f"{name}-{i}", "config": config, "responsive": True, "style": {"height": "100%"}}
+            graph = dcc.Graph(figure=json.loads(figure.to_json()), **about)
+            style = {"height": f"{height}px", "minWidth": f"{_least_width(figure)}px"}
+            components.append(html.Div(graph.to_plotly_json(), style=style).to_plotly_json())
+        return components
 
 
 def _least_width(figure: Figure) -> int:

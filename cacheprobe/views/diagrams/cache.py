@@ -101,7 +101,7 @@ def cylinder_strokes(
     for name, count in counts.items():
         lines = count if count <= 8 and name != "prefill" else 0
         tip = _band_tip(ledger, name, count)
-        bands.append(svg.Band(*PROVENANCE_STYLES[name], _band_height(name, count), lines, tip))
+        bands.append((*PROVENANCE_STYLES[name], _band_height(name, count), lines, tip))
     title, parts = list(title), [svg.cylinder(12, 16, _CYLINDER_WIDTH, bands)]
     parts += [svg.text(112, 18 + 16 * i, line, "strong") for i, line in enumerate(title)]
     y = 18 + 16 * len(title)
@@ -203,21 +203,15 @@ def cache_passes(ledger: pd.DataFrame, windows: Sequence[Window] = (), step: int
         for window in windows
         if first <= window.step <= last and window.num_truncated
     }
-    passes = sorted({*written, *removed})
-    num_skipped = max(len(passes) - _MOST_PASSES, 0)
-    lines = []
-    for i, (at, kind) in enumerate(passes):
-        if 1 <= i <= num_skipped:
-            if i == 1:
-                lines.append(f'<tr><td colspan="4">… {counted(num_skipped, "pass")}</td></tr>')
-            continue
+    passes, lines = sorted({*written, *removed}), []
+    for at, kind in passes:
         runs = (runs_of(where.get((at, kind), [])) for where in (written, removed))
-        texts = [", ".join(str(low) if low == high else f"{low} to {high}" for low, high in of) for of in runs]
+        kept, gone = (", ".join(str(a) if a == b else f"{a} to {b}" for a, b in of) for of in runs)
         chosen = " chosen" if at == step else ""
-        cells = (
-            f'<td class="number">{at}</td><td>{markup(kind)}</td><td>{texts[0]}</td><td class="lost">{texts[1]}</td>'
-        )
+        cells = f'<td class="number">{at}</td><td>{markup(kind)}</td><td>{kept}</td><td class="lost">{gone}</td>'
         lines.append(f'<tr class="pick{chosen}" data-step="{at}">{cells}</tr>')
+    if (num_skipped := len(lines) - _MOST_PASSES) > 0:
+        lines[1 : 1 + num_skipped] = [f'<tr><td colspan="4">… {counted(num_skipped, "pass")}</td></tr>']
     head = '<th class="number">step</th><th>pass</th><th>wrote and kept</th><th>rolled back</th>'
     return f'<table class="passes"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 

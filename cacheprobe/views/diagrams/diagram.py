@@ -7,7 +7,6 @@ import pandas as pd
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.frame import Markup, Panel, legend, panels_alone
 from cacheprobe.views.diagrams.panels import (
-    DecodedToken,
     decode_panel,
     outcome_panel,
     prefill_panel,
@@ -55,7 +54,7 @@ def window_diagram(
     for i, (token_id, step) in enumerate(zip(window.draft_token_ids, window.decode_steps, strict=True)):
         name, tip = token_name(i + 1, is_draft=True), token_tip(request, window.start + i, "draft token", step)
         chip = svg.Chip(name, text_of(token_texts, token_id), "yellow", "provisional", tip=tip)
-        drafted.append(DecodedToken(chip, step))
+        drafted.append((chip, step))
     tip = token_tip(request, window.start - 1, "committed")
     newest = svg.Chip("T₀", text_of(token_texts, window.newest_token_id), "green", tip=tip)
     name = "deterministic request" if is_deterministic else f"request {window.request_id}"
@@ -99,7 +98,7 @@ def decoded_diagram(
     columns = []
     for i, (token_id, step) in enumerate(decoded, start=1):
         tip = token_tip(request_id, first_position + i, "committed as decoded", step)
-        columns.append(DecodedToken(svg.Chip(token_name(i), text_of(token_texts, token_id), "grey", tip=tip), step))
+        columns.append((svg.Chip(token_name(i), text_of(token_texts, token_id), "grey", tip=tip), step))
     tip = token_tip(request_id, first_position, "committed")
     newest = svg.Chip("T₀", text_of(token_texts, first_generated), "green", tip=tip)
     panels = [

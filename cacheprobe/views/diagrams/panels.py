@@ -1,7 +1,6 @@
 """Draws the phases of a request as panels (heading, picture, sentence): prefill, decode, verify and outcome."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -223,24 +222,18 @@ def step_note(steps: Sequence[int] | pd.Series) -> str:
     return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]}–{numbers[-1]}"
 
 
-class DecodedToken(NamedTuple):
-    """Holds one token of the decode panel, and the step that drafted or committed it."""
-
-    chip: svg.Chip
-    step: int
-
-
 def decode_panel(
-    ledger: pd.DataFrame, newest: svg.Chip, columns: Sequence[DecodedToken], *, is_verified: bool = True
+    ledger: pd.DataFrame, newest: svg.Chip, tokens: Sequence[tuple[svg.Chip, int]], *, is_verified: bool = True
 ) -> Panel:
     """Returns the `Panel` (heading, picture, sentence) of a request's decode phase: the cache, the committed token T0
-    (`newest`), and the tokens drafted or decoded after T0 (`columns`).
+    (`newest`), and the tokens drafted or decoded after T0.
 
-    is_verified: False if the request's tokens are committed as they are decoded.
+    tokens: (token, step that drafted or committed it).  is_verified: False if the request's tokens are committed as
+    they are decoded.
     """
     y = CACHE_HEIGHT + 26
-    parts, count = cylinder_strokes(["KV cache", "after decode"], ledger), len(columns)
-    placed, end = _flow([newest, *(token.chip for token in columns)], y, limit=10)
+    parts, count = cylinder_strokes(["KV cache", "after decode"], ledger), len(tokens)
+    placed, end = _flow([newest, *(chip for chip, _ in tokens)], y, limit=10)
     if not is_verified:
         sentence = "This request is never verified: each token is committed as it is decoded, and its cache slots stay."
     elif count:
@@ -250,4 +243,4 @@ def decode_panel(
         sentence = "Nothing was drafted: the verifier alone chose the next token."
     label = f"Decode: T0 and {count} tokens {'draft token' if is_verified else 'committed as decoded'}"
     picture = svg.picture(WIDTH, end, label, parts + placed)
-    return Panel("Decode", step_note([token.step for token in columns]), picture, sentence)
+    return Panel("Decode", step_note([step for _, step in tokens]), picture, sentence)

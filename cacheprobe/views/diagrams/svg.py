@@ -3,6 +3,7 @@
 Coordinates are in pixels. This module escapes text arguments, so callers must not.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cacheprobe.views.text import columns_of, markup, token_label
@@ -129,41 +130,24 @@ def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<path d="M{x1:g} {y1:g} {x2:g} {y2:g}{head}" class="arrow"/>'
 
 
-class Band(NamedTuple):
-    """Describes one band of the cache cylinder: colour, texture, height in pixels, number of slots and hover text."""
-
-    colour: str
-    """Name of a colour; "gone" for an empty outline."""
-    texture: str | None
-    height: float
-    slots: int
-    """Number of cache slots between which lines are drawn; 0 for no lines."""
-    tip: str = ""
-
-
-def cylinder(x: float, y: float, width: float, bands: list[Band]) -> str:
-    """Returns SVG of the KV cache as a cylinder at (x, y), `width` px wide. bands: from the top down, at least one."""
+def cylinder(x: float, y: float, width: float, bands: Sequence[tuple[str, str | None, float, int, str]]) -> str:
+    """Returns SVG of the KV cache as a cylinder at (x, y), `width` px wide. bands: from the top down, at least one:
+    (colour, or "gone" for an empty outline; texture; height in pixels; number of cache slots between which lines are
+    drawn, 0 for no lines; hover text)."""
     rx, ry = width / 2, 9
     parts = []
     top = y
     for colour, texture, height, slots, tip in bands:
-        title = f"<title>{markup(tip)}</title>" if tip else ""
-        path = (
-            f"M{x:g} {top:g}V{top + height:g}A{rx:g} {ry} 0 0 0 {x + width:g} {top + height:g}"
-            f"V{top:g}A{rx:g} {ry} 0 0 1 {x:g} {top:g}Z"
-        )
+        arc = f"A{rx:g} {ry} 0 0 0 {x + width:g} "
+        path = f"M{x:g} {top:g}V{top + height:g}{arc}{top + height:g}V{top:g}A{rx:g} {ry} 0 0 1 {x:g} {top:g}Z"
         outline = f'<path d="{path}" class="box {"red-stroke gone" if colour == "gone" else colour}"/>'
         over = f'<path d="{path}" class="texture" style="fill:url(#cp-{texture})"/>' if texture else ""
-        parts.append(f"<g>{outline}{over}{title}</g>")
-        for slot in range(1, slots):
-            line = top + height * slot / slots
-            ruled = "red-stroke gone" if colour == "gone" else f"{colour}-stroke"
-            parts.append(
-                f'<path d="M{x:g} {line:g}A{rx:g} {ry} 0 0 0 {x + width:g} {line:g}" fill="none" '
-                f'class="{ruled}" opacity=".6"/>'
-            )
+        parts.append(f"<g>{outline}{over}<title>{markup(tip)}</title></g>")
+        ruled = "red-stroke gone" if colour == "gone" else f"{colour}-stroke"
+        for line in (top + height * slot / slots for slot in range(1, slots)):
+            parts.append(f'<path d="M{x:g} {line:g}{arc}{line:g}" fill="none" class="{ruled}" opacity=".6"/>')
         top += height
-    lid = f'<ellipse cx="{x + rx:g}" cy="{y:g}" rx="{rx:g}" ry="{ry}" class="box {bands[0].colour}"/>'
+    lid = f'<ellipse cx="{x + rx:g}" cy="{y:g}" rx="{rx:g}" ry="{ry}" class="box {bands[0][0]}"/>'
     return "".join([*parts, lid])
 
 

@@ -2,10 +2,10 @@
 token."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import pandas as pd
 
+from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.trace.tables.draft_verdicts import verified_drafts
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
@@ -15,22 +15,10 @@ _COLUMNS = 24
 """Largest width of a token in a sentence, in columns of a monospaced font."""
 
 
-_LOST = ("rolled_back", "abandoned")
-
-
-class ChosenToken(NamedTuple):
-    """Names a token of a run that a sentence can describe, by request, step and position."""
-
-    request_id: int
-    step: int
-    position: int
-    """Position of the row that predicts the token; the token itself is at the next position."""
-
-
-def first_to_show(events: pd.DataFrame) -> ChosenToken | None:
-    """Returns the `ChosenToken` of the token that a user should see first: the verifier's own token in the first partly
-    accepted draft, else in the first rolled-back draft, else in the first verify pass with a verdict. Returns None
-    without such a pass.
+def first_to_show(events: pd.DataFrame) -> tuple[int, int, int] | None:
+    """Returns (request, step, position of the row that predicts it) of the token to show first: the verifier's own
+    token in the first partly accepted draft, else in the first rolled-back draft, else in the first verify pass with a
+    verdict. Returns None without such a pass.
 
     events: as in `Trace.events`.
     """
@@ -39,7 +27,7 @@ def first_to_show(events: pd.DataFrame) -> ChosenToken | None:
     for pick in (rolled_back[rolled_back.num_accepted > 0], rolled_back, verdicts):
         if len(pick):
             event = pick.iloc[0]
-            return ChosenToken(int(event.request_id), int(event.step), int(event.draft_start) - 1 + _own_index(event))
+            return int(event.request_id), int(event.step), int(event.draft_start) - 1 + _own_index(event)
     return None
 
 
@@ -61,16 +49,17 @@ def first_insight(
     at = first_to_show(events)
     if at is None:
         return ""
-    of_request = events[events.request_id == at.request_id]
-    event = of_request[of_request.step == at.step].iloc[0]
-    generated_index = int(of_request[of_request.step < at.step].committed_token_ids.map(len).sum()) + _own_index(event)
+    request, step, position = at
+    of_request = events[events.request_id == request]
+    event = of_request[of_request.step == step].iloc[0]
+    generated_index = int(of_request[of_request.step < step].committed_token_ids.map(len).sum()) + _own_index(event)
     readings = pd.DataFrame()
     if hypotheses is not None:
-        of_row = (hypotheses.request_id == at.request_id) & (hypotheses.position == at.position)
+        of_row = (hypotheses.request_id == request) & (hypotheses.position == position)
         readings = hypotheses[of_row & (hypotheses.status == "committed")]
-    rows_here = rows[(rows.request_id == at.request_id) & (rows.position == at.position)]
+    rows_here = rows[(rows.request_id == request) & (rows.position == position)]
     sentence = insight(readings, rows_here, outcomes_at(token_history(of_request), generated_index), token_texts)
-    return f"request {at.request_id}, step {at.step}: {sentence}"
+    return f"request {request}, step {step}: {sentence}"
 
 
 def insight(
@@ -88,8 +77,8 @@ def insight(
     lost = next((token for token in reversed(outcomes) if token.outcome == "rolled_back"), None)
     if step is not None:
         outcomes = outcomes_of_row(outcomes, step)
-        lost = next((token for token in outcomes if token.outcome in _LOST), None)
-    kept = next((token for token in reversed(outcomes) if token.outcome not in (None, *_LOST)), None)
+        lost = next((token for token in outcomes if token.outcome in DISCARDED_DRAFT), None)
+    kept = next((token for token in reversed(outcomes) if token.outcome not in (None, *DISCARDED_DRAFT)), None)
     parts = [_verdict_text(outcomes, lost, kept, rows, token_texts)]
     if len(readings) and kept is not None:
         parts.append(_layers_text(readings, lost, kept, token_texts))

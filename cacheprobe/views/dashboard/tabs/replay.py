@@ -7,7 +7,7 @@ import pandas as pd
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.token_history import standing_at, tokens_with_texts
-from cacheprobe.views.dashboard.questions import PageQuestion, number, requests_of, span
+from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, span
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.view import View, opened
 from cacheprobe.views.diagrams.cache import cache_picture, memory_sentence
@@ -35,13 +35,25 @@ class _OfRequests(View):
 
     @cached_property
     def requests(self) -> list[int]:
-        """Ids of the requests of the page."""
-        return requests_of(self.question, self.tables.by_losses, MOST_REQUESTS)
+        """Ids of the requests of the page: places [first, end] of all requests, in order of their ids, or of their
+        losses. Raises: CannotShow if there are none."""
+        places, by_losses = span(self.question["requests"], "requests", MOST_REQUESTS), self.tables.by_losses
+        order = by_losses if self.question.get("order") == "losses" else sorted(by_losses)
+        requests = order[max(places.start, 0) : max(places.stop, 0)]
+        if not requests:
+            raise CannotShow(f"there is no request at {self.question['requests']} in this run")
+        return requests
 
 
 class Timeline(_OfRequests):
     """One page of the timeline: the passes of some requests in some steps. zoomed: the steps were chosen, and fill the
     width."""
+
+    notebook = (
+        "events = trace.events()",
+        "table = events[events.request_id.isin({self.requests}) & events.step.isin({self.steps})]",
+        "cp.plots.timeline(events, requests={self.requests}, steps={self.steps})",
+    )
 
     @cached_property
     def steps(self) -> range:
@@ -71,15 +83,6 @@ class Timeline(_OfRequests):
         """Returns the lines of the events table of these requests and steps."""
         events = self.tables.run.events
         return events[events.request_id.isin(self.requests) & events.step.isin(self.steps)]
-
-    def code(self) -> list[str]:
-        """Returns the code of the timeline."""
-        return [
-            *opened(self.tables),
-            "events = trace.events()",
-            f"table = events[events.request_id.isin({self.requests}) & events.step.isin({self.steps})]",
-            f"cp.plots.timeline(events, requests={self.requests}, steps={self.steps})",
-        ]
 
 
 def overview(run_list: RunList, question: PageQuestion) -> str:
@@ -112,6 +115,13 @@ def overview(run_list: RunList, question: PageQuestion) -> str:
 class TokenGrid(_OfRequests):
     """The grid of requests by generated tokens after the chosen step."""
 
+    notebook = (
+        "table = cp.analysis.tokens_at(trace, {self.step})",
+        "table = table[table.request_id.isin({self.requests}) & table.place.isin({self.places})]",
+        "cp.plots.decode_grid(trace.events(), {self.step}, trace.token_texts, requests={self.requests}, "
+        "places={self.places}, chosen={self.chosen})",
+    )
+
     @cached_property
     def places(self) -> range:
         """Indices of the generated tokens of the page."""
@@ -135,16 +145,6 @@ class TokenGrid(_OfRequests):
         standing = standing_at(self.tables.histories(self.requests), self.step)
         tokens = tokens_with_texts(standing, self.tables.run.token_texts)
         return tokens[tokens.place.isin(self.places)]
-
-    def code(self) -> list[str]:
-        """Returns the code of the grid."""
-        return [
-            *opened(self.tables),
-            f"table = cp.analysis.tokens_at(trace, {self.step})",
-            f"table = table[table.request_id.isin({self.requests}) & table.place.isin({self.places})]",
-            f"cp.plots.decode_grid(trace.events(), {self.step}, trace.token_texts, requests={self.requests}, "
-            f"places={self.places}, chosen={self.chosen})",
-        ]
 
 
 class _AtWindow(View):

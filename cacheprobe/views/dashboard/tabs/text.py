@@ -1,5 +1,6 @@
 """Shows a request as text, coloured by a measure; a range of its tokens in numbers; and its thoughts."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import get_args
 
@@ -117,6 +118,13 @@ def range_view(run_list: RunList, question: PageQuestion) -> str:
 class Thoughts(View):
     """A Thinking States model's thoughts about each chunk of a request."""
 
+    notebook = (
+        "thoughts = trace.thoughts()",
+        "table = thoughts[thoughts.request_id == {self.request}]",
+        "cp.plots.thoughts_picture(thoughts, trace.rows(), trace.events(), trace.ledger({self.request}), "
+        '{self.request}, thinking=trace.meta["thinking"], token_texts=trace.token_texts)',
+    )
+
     def draw(self) -> str:
         """Returns HTML: the picture of the thoughts, and the chosen chunk in numbers; a note if the run or the request
         has no thoughts."""
@@ -142,14 +150,7 @@ class Thoughts(View):
             raise CannotShow(f"request {self.request} of {self.tables.name} wrote no thoughts")
         return found[found.request_id == self.request]
 
-    def code(self) -> list[str]:
-        """Returns the code of the picture."""
+    def code(self) -> Sequence[str]:
+        """Returns the code of the picture. Raises: CannotShow if the request has no thoughts."""
         self.table()
-        request = self.request
-        return [
-            *opened(self.tables),
-            "thoughts = trace.thoughts()",
-            f"table = thoughts[thoughts.request_id == {request}]",
-            f"cp.plots.thoughts_picture(thoughts, trace.rows(), trace.events(), trace.ledger({request}), {request}, "
-            'thinking=trace.meta["thinking"], token_texts=trace.token_texts)',
-        ]
+        return super().code()
