@@ -25,7 +25,7 @@ from cacheprobe.views.dashboard.tabs.lens import RowCard
 from cacheprobe.views.dashboard.tabs.rejected import walk
 from cacheprobe.views.dashboard.tabs.replay import overview
 from cacheprobe.views.dashboard.tabs.text import range_view
-from cacheprobe.views.dashboard.view import View, csv_text
+from cacheprobe.views.dashboard.view import csv_text
 
 CONTROLS = ("run", "request", "step", "site", "lens", "colour", "rows", "against", "measure")
 """Ids of the menus and the slider, in the order of assets/talk.js."""
@@ -151,20 +151,12 @@ class Answers:
 
 def views_of(run_list: RunList) -> Views:
     """Returns a dict from the name of each of the page's questions to the function that answers it."""
-
-    def of_tab(view: Callable[[RunList, PageQuestion], View], question: PageQuestion) -> str | PageAnswer:
-        """Returns what a tab draws."""
-        return view(run_list, question).draw()
-
-    views: Views = {name: partial(of_tab, view) for name, view in VIEWS.items()}
-    others: dict[str, Callable[[RunList, PageQuestion], str | PageAnswer]] = {
+    answering: dict[str, Callable[[RunList, PageQuestion], str | PageAnswer]] = {
         "facts": facts.run_facts, "growth": facts.growth, "story": facts.request_story, "overview": overview,
-        "walk": walk, "range": range_view, "export": export,
+        "walk": walk, "range": range_view, "export": export, "insight": lambda *asked: RowCard(*asked).sentence(),
     }  # fmt: skip
-    for name, function in others.items():
-        views[name] = partial(function, run_list)
-    views["insight"] = lambda question: RowCard(run_list, question).sentence()
-    return views
+    answering |= {name: lambda *asked, view=view: view(*asked).draw() for name, view in VIEWS.items()}
+    return {name: partial(answer, run_list) for name, answer in answering.items()}
 
 
 def export(run_list: RunList, question: PageQuestion) -> PageAnswer:

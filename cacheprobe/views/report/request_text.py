@@ -46,8 +46,6 @@ class TextParts(NamedTuple):
     request_id: int
     prompt: tuple[str, ...]
     """Texts of the prompt's tokens; pads in front are not drawn."""
-    num_prompt_tokens: int
-    """Number of prompt tokens, with pads: absolute position of the first generated token."""
     tokens: pd.DataFrame
     """From `token_measures`."""
     rejected: Mapping[int, list[tuple[int, int]]]
@@ -119,7 +117,7 @@ def text_parts(
     measured = token_measures(events, readings, num_prompt_tokens)
     lens = "" if readings is None or readings.empty else str(readings.lens.iloc[0])
     rejected = rejected_by_place(drafts_table(events))
-    return TextParts(request_id, prompt, num_prompt_tokens, measured, rejected, lens, words)
+    return TextParts(request_id, prompt, measured, rejected, lens, words)
 
 
 def with_feature(parts: TextParts, features: pd.DataFrame, feature: int) -> TextParts:
@@ -233,18 +231,17 @@ def _finding(parts: TextParts) -> str:
 def _shares(tokens: pd.DataFrame, measure: str) -> dict[int, float]:
     """Returns the share of the strongest colour by place, 0 to 1; a token without a number is left out."""
     known = tokens[tokens[measure].notna()]
-    values = known[measure].to_numpy(dtype=float)
-    if measure == "logprob":
-        values = -values
-    high = float(known.layer.max()) if measure == "depth" else _strongest(tokens, measure)
-    shares = np.clip(values / max(high, 1e-9), 0, 1)
+    shares = np.clip(known[measure].to_numpy(dtype=float) / (_strongest(tokens, measure) or 1e-9), 0, 1)
     return dict(zip(known.place.tolist(), shares.tolist(), strict=True))
 
 
 def _strongest(tokens: pd.DataFrame, measure: str) -> float:
-    """Returns the entropy, or the negative log-probability (at least 1), of the strongest colour."""
+    """Returns the number of the strongest colour: the last layer read, the lowest log-probability (at most -1), or the
+    largest value."""
+    if measure == "depth":
+        return float(tokens.layer.max())
     values = tokens[measure].dropna().to_numpy(dtype=float)
-    return max(-float(values.min()), 1.0) if measure == "logprob" else float(values.max(initial=0.0))
+    return min(float(values.min()), -1.0) if measure == "logprob" else float(values.max(initial=0.0))
 
 
 def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says: str, request: int) -> str:
@@ -279,9 +276,9 @@ def _draft(token_id: int, step: int, token: TableLine, texts: Mapping[int, str],
 def _legend(tokens: pd.DataFrame, measure: str, lens: str) -> str:
     if measure != "verdict":
         strongest, digits = _strongest(tokens, measure), 2 if measure == "difference" else 1
-        low, high = "0", f"{'−' * (measure == 'logprob')}{strongest:.{digits}f}"
+        low, high = "0", f"{strongest:.{digits}f}".replace("-", "−")
         if measure == "depth":
-            low, high = "layer 0", f"layer {int(tokens.layer.max())}"
+            low, high = "layer 0", f"layer {strongest:.0f}"
         scale = "".join(f'<i class="shade" style="--p:{i / 9:.2f}"></i>' for i in range(10))
         name = _NAMES[measure] + f", {lens} lens" * (measure in ("depth", "entropy", "logprob"))
         return f'<ul class="legend"><li>{markup(name)}: {low} <span class="ramp">{scale}</span> {high}</li></ul>'

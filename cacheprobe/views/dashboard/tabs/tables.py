@@ -33,14 +33,14 @@ def selected_lines(table: pd.DataFrame, question: PageQuestion) -> pd.DataFrame:
         texts = table.map(str).agg("\n".join, axis=1).str.casefold()
         table = table[texts.str.contains(wanted.casefold(), regex=False)]
     if column is not None:
-        values, is_rising = table[column], not _text(question, "order").startswith("-")
-        if _has_numbers(values):
-            values = values.astype("Float64")
-        else:
-            values = values.map(str, na_action="ignore").str.casefold()
-        order = values.reset_index(drop=True).sort_values(kind="stable", ascending=is_rising)
-        table = table.iloc[order.index]
+        is_rising = not _text(question, "order").startswith("-")
+        table = table.sort_values(column, kind="stable", ascending=is_rising, key=_sort_key)
     return table
+
+
+def _sort_key(values: pd.Series) -> pd.Series:
+    """Returns what a column is sorted by: its numbers, or its texts with their case ignored."""
+    return values.astype("Float64") if _has_numbers(values) else values.map(str, na_action="ignore").str.casefold()
 
 
 def selecting_code(table: pd.DataFrame, question: PageQuestion) -> list[str]:
