@@ -145,5 +145,5 @@ def test_progress_counts_what_is_left(stopped: Path) -> None:
     assert (at.num_tokens, at.most_tokens, at.can_stop) == (tokens, MOST, False)
     seconds = sum(part["seconds"] for part in journal.parts)
     assert at.tokens_per_second == pytest.approx(tokens / seconds) or seconds > 10
-    assert TokensSoFar(10, 30, True, 4.0).time_left() == ", 4.0 tokens a second, at most 5 s left."
+    assert TokensSoFar(10, 30, True, 4.0).time_left() == ", 4.0 tokens a second, at most 5.0 s left."
     assert TokensSoFar(0, 30, True, None).time_left() == "."

@@ -139,7 +139,7 @@ def test_a_search_can_be_cancelled_and_another_one_ends_it(
     other = flip.FlipSearch(run_list, {**asked, "step": 0})
     assert other.draw()["goes_on"] and second.is_cancelled
     goes_on.set()
-    *_, said = followed(run_list, {**asked, "step": 0})
+    *_, said = followed(run_list, {**asked, "step": 0, "do": "look"})
     assert said["error"] == "<b>no such state" and "<b>" not in said["html"]
     end = time.monotonic() + 60
     while len(ended) < 3:

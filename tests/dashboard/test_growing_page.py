@@ -149,11 +149,11 @@ def test_nothing_is_read_where_nothing_is_new(tmp_path: Path, monkeypatch: pytes
         go_on(stream, directory, 2)
         follower.look(at_once=True)
     assert len(read) == len(set(read)) and {name.split("-")[0] for name in read} == {"rows", "events", "ledger"}
-    assert follower.state == "growing" and f"process {os.getpid()} on" in follower.says()["says"]
+    assert follower.says()["state"] == "growing" and f"process {os.getpid()} on" in follower.says()["says"]
     stream.close()
     assert not follower.tables.run.rows.empty
     follower.look(at_once=True)
-    assert follower.state == "interrupted"
+    assert follower.says()["state"] == "interrupted"
     cp.run(
         loaded(),
         PROMPTS[:1],

@@ -78,6 +78,6 @@ def test_pictures_draw_them_as_never_verified(trace: cp.Trace, filling: pd.DataF
     first = len(PROMPTS[request_id])
     steps = of_request[of_request.phase != "prefill"].step.tolist()
     assert name == "decoded" and step == steps[0]
-    assert tips <= {(str(first + i), str(step)) for i, step in enumerate(steps, 1)} and len(tips) == 3
+    assert tips <= {(str(first + i), str(step)) for i, step in enumerate(steps, 1)} and len(tips) == 8
     ledgers = [trace.ledger(request_id, 1), trace.ledger(request_id)]
     assert "never verified" in cp.plots.decoded_diagram(request_id, events, ledgers, {})

@@ -142,7 +142,7 @@ def test_names_signs_and_values_are_drawn() -> None:
     assert html.count("green-stroke") == html.count("red-stroke") == 1  # one agrees, one does not, one says nothing
     for value in (
         "&#x27;tails&#x27;: -0.5 nats", "state &#x27;heads&#x27;: agrees", "state &#x27;heads&#x27;: disagrees",
-        "has ended", "norm of its state 1.5", "made of heads &lt;eos&gt;", "keys of position", "values of",
+        "has ended", "norm of its state 1.5", "made of heads &lt;eos&gt;", "6 cache slots: prefill, positions 0 to 5",
     ):  # fmt: skip
         assert value in html
     assert 'class="box group changed"' in html and html.count("changed") == 1

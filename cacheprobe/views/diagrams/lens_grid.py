@@ -1,7 +1,7 @@
 """Draws the lens grid as SVG: layers upwards, positions across, with each layer's most likely token and a mark on the
 committed token."""
 
-from typing import Literal, NamedTuple, SupportsIndex
+from typing import Literal, SupportsIndex
 
 import numpy as np
 import pandas as pd
@@ -73,25 +73,14 @@ def column_label(column: TableLine, letters: int = TOKEN_COLUMNS) -> tuple[str, 
     return f"{SIGNS[column.status]}{column.position}", read, f"{arrow}{next_token}"
 
 
-class Scale(NamedTuple):
-    """Holds the number that colours each cell of the lens grid, with the range and the ticks of the colour scale.
-
-    values: one number for each reading, NaN for a grey cell.  is_reversed: low numbers have the strongest colour.
-    ticks: (number, label).
-    """
-
-    title: str
-    values: pd.Series
-    low: float
-    high: float
-    is_reversed: bool
-    ticks: tuple[tuple[float, str], ...]
+Scale = tuple[str, pd.Series, list[tuple[float, str]]]
+"""(title; share of the strongest colour for each reading, NaN for a grey cell; (share, label) of each tick)."""
 
 
 def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
-    """Returns a `Scale`: the number that colours each of these lens readings, with the range and ticks of the colours.
-    colour: "logprob" of the committed token (nats), "entropy" (nats), or "rank" of the committed token (0 is the first
-    choice; the numbers are log10(rank + 1)).
+    """Returns the `Scale` that colours these lens readings. colour: "logprob" of the committed token (nats), "entropy"
+    (nats; the lowest is strongest), or "rank" of the committed token (0, the first choice, is strongest; by
+    log10(rank + 1)).
 
     A reading without a committed token has a number only for the entropy, and so has a row that was rolled back or
     abandoned, because no committed token can be compared with the row.
@@ -99,20 +88,22 @@ def scale_of(rows: pd.DataFrame, colour: Measure) -> Scale:
     """
     is_comparable = rows["rank"].notna() & ~rows.status.isin(DISCARDED_DRAFT)
     if colour == "logprob":
+        title, weak, strong = "log p of the committed token (nats)", FLOOR_NATS, 0.0
         values = rows.committed_logprob_nats.astype(float).where(is_comparable)
-        ticks = ((FLOOR_NATS, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (0.0, "0"))
-        return Scale("log p of the committed token (nats)", values, FLOOR_NATS, 0.0, False, ticks)
-    if colour == "entropy":
-        values = rows.entropy_nats.astype(float)
-        high = max(float(values.max()), 1e-9) if values.notna().any() else 1.0
-        ticks = tuple((float(t), f"{t:g}") for t in np.linspace(0, np.floor(high), 3)) if high >= 2 else ((0.0, "0"),)
-        return Scale("entropy (nats)", values, 0.0, high, True, ticks)
-    if colour == "rank":
+        ticks = [(weak, "≤ −12"), *((t, f"−{-t:g}") for t in (-9.0, -6.0, -3.0)), (strong, "0")]
+    elif colour == "entropy":
+        title, values = "entropy (nats)", rows.entropy_nats.astype(float)
+        weak, strong = max(float(values.max()), 1e-9) if values.notna().any() else 1.0, 0.0
+        ticks = [(float(t), f"{t:g}") for t in np.linspace(0, np.floor(weak), 3)] if weak >= 2 else [(0.0, "0")]
+    elif colour == "rank":
+        title, weak, strong = "rank of the committed token", np.log10(_RANKS[-1] + 1), 0.0
         rank = rows["rank"].where(is_comparable).astype("Float64").to_numpy(dtype=float, na_value=np.nan)
-        ticks = tuple((float(np.log10(t + 1)), str(t)) for t in _RANKS)
         values = pd.Series(np.log10(rank + 1), index=rows.index)
-        return Scale("rank of the committed token", values, 0.0, ticks[-1][0], True, ticks)
-    raise ValueError(f"unknown colour {colour!r}; it is 'logprob', 'entropy' or 'rank'")
+        ticks = [(float(np.log10(t + 1)), str(t)) for t in _RANKS]
+    else:
+        raise ValueError(f"unknown colour {colour!r}; it is 'logprob', 'entropy' or 'rank'")
+    length = strong - weak
+    return title, ((values - weak) / length).clip(0, 1), [((t - weak) / length, name) for t, name in ticks]
 
 
 def finding(rows: pd.DataFrame, request_id: int) -> str:
@@ -219,13 +210,14 @@ def grid_of(
     rows = select(readings, request_id, include, positions)
     columns = columns_of(rows)
     layers = np.sort(rows.layer.unique()).tolist()
-    scale = scale_of(rows, colour)
+    scale_title, shares, ticks = scale_of(rows, colour)
+    shades = [-1 if np.isnan(share) else min(int(share * SHADES), SHADES - 1) for share in shares.tolist()]
     pitch = int(min(max((width - LABEL_WIDTH - 4) // len(columns), PITCH), WIDEST))
     height = _TOP + _ROW * len(layers)
     heights = {layer: height - _ROW * (i + 1) for i, layer in enumerate(layers)}
     cells_of_row: dict[int, list[TableLine]] = {}
     agrees = rows.agrees.fillna(False).astype(bool) & ~rows.status.isin(DISCARDED_DRAFT)
-    for cell in rows[_READ].assign(shade=_shades(scale), agrees=agrees).sort_values("layer").itertuples():
+    for cell in rows[_READ].assign(shade=shades, agrees=agrees).sort_values("layer").itertuples():
         cells_of_row.setdefault(cell.row, []).append(cell)
     every = 1 if len(layers) <= 16 else 2
     names = [("layer", _TOP - 1), *((str(layer), heights[layer] + 13) for layer in layers[::every])]
@@ -243,29 +235,22 @@ def grid_of(
     if title is None:
         title = finding(readings[readings.request_id == request_id], request_id)
     label = f"Lens readings of request {request_id}: {len(layers)} layers, {len(columns)} rows"
-    size, keys = (LABEL_WIDTH + pitch * len(columns) + 4, height + _BELOW), _keys(scale, columns)
+    size, keys = (LABEL_WIDTH + pitch * len(columns) + 4, height + _BELOW), _keys(columns, has_grey=-1 in shades)
     facts = f'class="readings" data-row-height="{_ROW}" data-low="{height - _ROW}" data-layers="{layers}"'
     drawn = svg.picture(*size, label, parts, style=f"width:{size[0]}px;max-width:none")
-    bar = f'<svg class="shades" viewBox="0 0 {10 * SHADES} 28" aria-hidden="true">{_bar(scale)}</svg>'
-    keys_html = legend(keys, f"<li>{bar}{scale.title}</li>")
+    bar = f'<svg class="shades" viewBox="0 0 {10 * SHADES} 28" aria-hidden="true">{_bar(ticks)}</svg>'
+    keys_html = legend(keys, f"<li>{bar}{scale_title}</li>")
     body = f'<div class="scroll">{drawn.replace("<svg ", f"<svg {facts} ", 1)}</div>'
 
     def draw() -> Drawing:
         """Returns the SVG file of the grid; the colour scale is below it."""
         below = size[1] + 8
-        bar = f'<g transform="translate({LABEL_WIDTH} {below})">{_bar(scale)}</g>'
-        scale_title = svg.text(LABEL_WIDTH + 10 * SHADES + 12, below + 10, scale.title)
-        picture = svg.picture(max(size[0], _LEAST), below + 32, label, [*parts, bar, scale_title])
+        bar = f'<g transform="translate({LABEL_WIDTH} {below})">{_bar(ticks)}</g>'
+        name = svg.text(LABEL_WIDTH + 10 * SHADES + 12, below + 10, scale_title)
+        picture = svg.picture(max(size[0], _LEAST), below + 32, label, [*parts, bar, name])
         return picture_alone(title, picture, keys, note)
 
     return Markup.of(title, body, note, keys_html, draw)
-
-
-def _shades(scale: Scale) -> list[int]:
-    """Returns a list with a shade for each reading: 0 (weakest) to SHADES - 1, or -1 for a reading without a number."""
-    share = ((scale.values - scale.low) / (scale.high - scale.low)).clip(0, 1)
-    share = 1 - share if scale.is_reversed else share
-    return [-1 if np.isnan(s) else min(int(s * SHADES), SHADES - 1) for s in share.to_numpy(dtype=float)]
 
 
 def _column(
@@ -312,22 +297,19 @@ def _column(
     return "".join(parts)
 
 
-def _bar(scale: Scale) -> str:
+def _bar(ticks: list[tuple[float, str]]) -> str:
     """Returns SVG of the colour scale, 200 x 28 px: the shades, with the labels of the ticks below."""
-    cells = "".join(f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES))
-    ticks = []
-    for value, name in scale.ticks:
-        fraction = (value - scale.low) / (scale.high - scale.low)
-        fraction = 1 - fraction if scale.is_reversed else fraction
-        anchor = "start" if fraction < 0.05 else "end" if fraction > 0.95 else "middle"
-        ticks.append(svg.text(fraction * 10 * SHADES, 25, name, "small muted", anchor))
-    return cells + "".join(ticks)
+    cells = [f'<g class="v{i}"><rect x="{i * 10}" width="10" height="12"/></g>' for i in range(SHADES)]
+    for share, name in ticks:
+        anchor = "start" if share < 0.05 else "end" if share > 0.95 else "middle"
+        cells.append(svg.text(share * 10 * SHADES, 25, name, "small muted", anchor))
+    return "".join(cells)
 
 
-def _keys(scale: Scale, columns: pd.DataFrame) -> list[tuple[str, str]]:
+def _keys(columns: pd.DataFrame, *, has_grey: bool) -> list[tuple[str, str]]:
     """Returns a list of (SVG elements, meaning): the legend of the marks that this grid has."""
     keys = [(_OUTLINE, "first choice = committed token")]
-    if scale.values.isna().any():
+    if has_grey:
         keys.append((_GREY, NOT_COMPARED))
     for status, name in MARKS.items():
         if (columns.status == status).any():
