@@ -1,8 +1,6 @@
 """Draws curves: agreement by layer for accepted and rejected drafts, prediction depths, accepted draft tokens by layer
 or place, and one column of numbers of any table."""
 
-from functools import partial
-
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -227,8 +225,7 @@ def column_figure(table: pd.DataFrame, column: str) -> go.Figure:
     known = table[table[column].notna()]
     require_lines(known, f"no line of the table has a value of {column}")
     across, figure = _across(table), Figure()
-    draw = _draw_bars if across is None else partial(_draw_curves, across=across)
-    left_out = draw(figure, known, column)
+    left_out = _draw_curves(figure, known, column, across) if across else _draw_bars(figure, known, column)
     low, high = known[column].min(), known[column].max()
     by = f" by {across}" if across else ""
     title = f"{markup(column)}{by}: from {low:.4g} to {high:.4g}{left_out}"

@@ -1,7 +1,7 @@
 """Draws heat maps of layers: patching grids, their estimates, edits that flip a verdict, and experts of each token."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -12,6 +12,9 @@ from cacheprobe.core.values import TableLine
 from cacheprobe.ops.statistics import cell_correlations
 from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, panels, require_lines, set_layout
 from cacheprobe.views.text import markup, token_label, visible
+
+if TYPE_CHECKING:
+    from cacheprobe.edits.patching.grid import PatchingGrid
 
 _CHANGE_COLOURS = ["#a87900", "#f0d58a", "#f3f0f9", "#aa97d6", "#4a2c8f"]
 """From "further from the drafted token" to "closer to it"; the middle is no change."""
@@ -66,24 +69,8 @@ _ANSWER_CHANGES = {"flip": "the answer turns over", "is_top": "the answer is the
 _MOST_TICKS = 16
 
 
-@runtime_checkable
-class PatchingResult(Protocol):
-    """Describes the two parts of a `cp.patching` result that `patching_grid` draws: its table and its settings."""
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """A DataFrame with one line for each patched cell: layer, position, token, and head or sample if there are
-        several."""
-        ...
-
-    @property
-    def meta(self) -> Mapping[str, object]:
-        """Settings of the patching; meta["value"] names the column to draw."""
-        ...
-
-
 def patching_grid(
-    grid: PatchingResult | pd.DataFrame, *, value: str | None = None, head: int | None = None
+    grid: "PatchingGrid | pd.DataFrame", *, value: str | None = None, head: int | None = None
 ) -> go.Figure:
     """Returns a plotly heat map of one column of a patching grid: layers upwards, positions across. A circle marks a
     cell if the answer flips in more than half of its patches (column flip), or in causal tracing is the first choice
@@ -151,7 +138,7 @@ ESTIMATED_AND_REAL = ("estimated_nld", "nld")
 """Columns of the two heat maps of `attribution_patching_grid`."""
 
 
-def attribution_patching_grid(grid: PatchingResult | pd.DataFrame, *, head: int | None = None) -> go.Figure:
+def attribution_patching_grid(grid: "PatchingGrid | pd.DataFrame", *, head: int | None = None) -> go.Figure:
     """Returns a plotly figure of two heat maps: the estimated and the real normalised logit difference by layer and
     position. The title has their correlation over the cells. Circles mark cells whose real patch flips the answer.
 

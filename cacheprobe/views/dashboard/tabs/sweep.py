@@ -87,10 +87,7 @@ class SweepCells(View):
     @cached_property
     def cells(self) -> pd.DataFrame:
         """Drawn cells: their axes that differ, and results."""
-        from cacheprobe.sweeps.results import AXIS_COLUMNS
-
-        axes = [name for name in AXIS_COLUMNS if self.sweep.cells[name].nunique(dropna=False) > 1]
-        return self.drawn(self.sweep.cells)[["digest", *axes, "tokens", "acceptance", "accuracy"]]
+        return self.drawn(self.sweep.cells)[["digest", *self.varied, "tokens", "acceptance", "accuracy"]]
 
     def draw(self) -> PageAnswer:
         """Returns the figure with the buttons for other axes, and the table of the cells."""
