@@ -23,7 +23,7 @@ from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import JsonDict, folder, hint, listed, whole_number
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.trace.state_store import layer_number
-from cacheprobe.trace.tables.features import place_of_features
+from cacheprobe.trace.tables.features import place_of_features, states_to_encode
 from cacheprobe.trace.tables.schema import arrow_schema, typed
 
 if TYPE_CHECKING:
@@ -256,9 +256,6 @@ def to_speculators(
     return paths
 
 
-_ROWS_AT_ONCE = 4096
-
-
 def to_neuronpedia(
     trace: "Trace",
     dictionary: Dictionary,
@@ -285,11 +282,11 @@ def to_neuronpedia(
     numbers = [whole_number("a feature", one) for one in features]
     if not numbers or not all(0 <= one < dictionary.config.d_sae for one in numbers):
         raise ValueError(f"features must be of 0 to {dictionary.config.d_sae - 1}, at least one; got {numbers!r:.60}")
-    if whole_number("most_texts", most_texts) < 1:
-        raise ValueError(f"most_texts must be at least 1, got {most_texts}")
+    most_texts = whole_number("most_texts", most_texts, at_least=1)
     site, at, rows = place_of_features(trace, dictionary, None, site, layer, include_special=True)
     rows = rows[rows.status.isin(["committed", "rolled_back"])]
-    values = _values(trace, dictionary, rows, site, at, numbers)
+    encoded = map(dictionary.encode, states_to_encode(trace, dictionary, site, at, rows))
+    values = torch.cat([part[:, numbers].float() for part in encoded])
     is_read = torch.tensor(include_special | ~trace.is_special(rows).to_numpy())
     values[~is_read] = 0
     texts = [(status, list(where)) for status, where in _texts(rows)]
@@ -314,19 +311,6 @@ def to_neuronpedia(
             folder("path", path), lambda to: to.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
         )
     return found
-
-
-def _values(
-    trace: "Trace", dictionary: Dictionary, rows: pd.DataFrame, site: str, layer: int, numbers: Sequence[int]
-) -> Tensor:
-    """Returns the activation of each feature at each row, [n, k]."""
-    parts = []
-    for first in range(0, len(rows), _ROWS_AT_ONCE):
-        states = trace.vectors(site, layer, rows.iloc[first : first + _ROWS_AT_ONCE])
-        states = states.reshape(len(states), -1)
-        dictionary.require_width(states.shape[1], f"site {site} of {trace.fingerprint['model']}")
-        parts.append(dictionary.encode(states)[:, list(numbers)].float())
-    return torch.cat(parts)
 
 
 def _texts(rows: pd.DataFrame) -> Iterator[tuple[str, Sequence[int]]]:

@@ -18,8 +18,8 @@ from cacheprobe.models.paths import PATHS
 from cacheprobe.trace.importers.common import KIND as IMPORT
 from cacheprobe.trace.journal import Journal, read_journal
 from cacheprobe.trace.manifest import MANIFEST, TraceError
+from cacheprobe.trace.recording.restore import restore_states
 from cacheprobe.trace.recording.stored_states import LATER
-from cacheprobe.trace.recording.to_disk import restore_states
 from cacheprobe.trace.storage import request_from_record
 from cacheprobe.trace.stored import GrowingRun
 from cacheprobe.trace.tables.edits import changed_rows

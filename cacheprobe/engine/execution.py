@@ -27,7 +27,6 @@ from cacheprobe.trace.recording.assemble import assemble, meta_before
 from cacheprobe.trace.recording.disk_writer import DiskWriter
 from cacheprobe.trace.recording.observers import Tee
 from cacheprobe.trace.recording.recorder import Recorder
-from cacheprobe.trace.recording.to_disk import ToDisk
 from cacheprobe.trace.trace import Trace
 
 
@@ -133,28 +132,27 @@ def _make_editor(run: PreparedRun) -> Editor | None:
 
 
 class Execution:
-    """Holds one run: its requests' states, its recorder, and the writer if it is recorded to disk."""
+    """Holds one run: its requests' states, its recorder, and the writer (`disk`) if it is recorded to disk."""
 
     def __init__(
         self,
         run: PreparedRun,
         observers: Sequence[Observer] = (),
-        disk: ToDisk | None = None,
+        disk: DiskWriter | None = None,
         step: int = -1,
         **meta: object,
     ) -> None:
-        """Sets up the run, whose first pass runs later. meta: entries of the Trace's metadata.  disk: where the run is
-        recorded; None for the memory.  step: number of the last step that an earlier process has run."""
+        """Sets up the run, whose first pass runs later. meta: entries of the Trace's metadata.  disk: writes the run;
+        None for the memory.  step: number of the last step that an earlier process has run."""
         self._run, self.disk, self._meta = run, disk, meta
         plan, states = self.plan, self.states = run.plan, run.states
         self.recorder = plan.recorder()
         self._guard = RunGuard(plan.model, plan.fingerprint)
-        self.writer: DiskWriter | None = None
         if disk is not None:
             with hold_model(plan.model):
                 known = meta_before(self.recorder, *self._settings(plan.meta(meta)))
-            self.writer = disk.begin(self.recorder, plan.requests, states, known)
-        writers = () if self.writer is None else (self.writer,)
+            disk.begin(self.recorder, plan.requests, states, known)
+        writers = () if disk is None else (disk,)
         self._rounds = run.rounds(Tee(self.recorder, *writers, *observers), step)
 
     def _settings(self, meta: JsonDict) -> tuple[JsonDict, EngineConfig, CaptureConfig, JsonDict]:
@@ -185,8 +183,8 @@ class Execution:
 
     def _end_round(self) -> None:
         """Lets the writer, if there is one, name in the journal what it has written."""
-        if self.writer is not None:
-            self.writer.end_round(self.states)
+        if self.disk is not None:
+            self.disk.end_round(self.states)
 
     def _trace(self) -> Trace:
         """Returns the Trace of a finished run, with its metadata, errors, interventions and kept KVSnapshots.
@@ -198,18 +196,18 @@ class Execution:
         try:
             self._guard.require_unchanged()
         except FingerprintMismatch:
-            if self.disk is not None and self.writer is not None:
-                self.writer.wait()
+            if self.disk is not None:
+                self.disk.wait()
                 self.disk.place.drop()
             raise
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**plan.meta(self._meta), "errors": errors, "missing": plan.missing_answers()}
         with hold_model(plan.model):
-            if self.disk is None or self.writer is None:
+            if self.disk is None:
                 trace = assemble(self.recorder, plan.requests, *self._settings(meta))
             else:
                 before = meta_before(self.recorder, *self._settings(meta))
-                trace = self.disk.trace(self.writer, states, before, meta)
+                trace = self.disk.trace(states, before, meta)
         trace.interventions = plan.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace

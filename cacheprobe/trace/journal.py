@@ -7,7 +7,7 @@ kill all lines but perhaps the last are whole, and so is every file that a whole
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -18,8 +18,6 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, CheckedFiles, TraceError, require_format
 
 _FORMAT = "cacheprobe journal"
-_SUM = 32
-"""Length of a line's checksum."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,6 @@ class Journal:
     parts: tuple[JsonDict, ...]
     num_bytes: int
     """Bytes of the whole lines; later ones are of a line that was not written to its end."""
-    first_sum: bytes
-    """Checksum of the first line, which holds the run's id: the first bytes of the file."""
 
     @property
     def run_id(self) -> str:
@@ -119,45 +115,24 @@ def read_journal(directory: Path) -> Journal | None:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    contents, num_bytes = _whole_lines(path, data, 0)
+    contents, num_bytes = _whole_lines(path, data)
     if not contents:
         raise TraceError(f"{path}: line 1 was changed after it was written; restore the file")
     header = contents[0]
     if header.get("format") != _FORMAT:
         raise TraceError(f"{path} is of another program")
     require_format(directory, header)
-    return Journal(directory, header, tuple(contents[1:]), num_bytes, data[:_SUM])
+    return Journal(directory, header, tuple(contents[1:]), num_bytes)
 
 
-def read_on(journal: Journal) -> Journal | None:
-    """Returns the journal with the lines that were written since it was read; the same object if there are none. Reads
-    no earlier line again. Returns None if the directory has no journal, that of another run, or a shorter one.
-
-    Twin: `read_journal`, ==. Raises: TraceError if a new line is damaged.
-    """
-    path = journal.directory / JOURNAL
-    try:
-        with path.open("rb") as file:
-            if file.read(_SUM) != journal.first_sum or os.fstat(file.fileno()).st_size < journal.num_bytes:
-                return None
-            file.seek(journal.num_bytes)
-            data = file.read()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    parts, num_bytes = _whole_lines(path, data, 1 + len(journal.parts))
-    if not parts:
-        return journal
-    return replace(journal, parts=(*journal.parts, *parts), num_bytes=journal.num_bytes + num_bytes)
-
-
-def _whole_lines(path: Path, data: bytes, num_before: int) -> tuple[list[JsonDict], int]:
-    """Returns (the objects of the whole lines in `data`, the bytes of these lines). num_before: lines of the file
-    before `data`. Raises: TraceError if a whole line follows one that is not."""
+def _whole_lines(path: Path, data: bytes) -> tuple[list[JsonDict], int]:
+    """Returns (the objects of the whole lines in `data`, the bytes of these lines). Raises: TraceError if a whole line
+    follows one that is not."""
     lines = data.splitlines(keepends=True)
     contents = [_content(line) for line in lines]
     whole = next((i for i, content in enumerate(contents) if content is None), len(lines))
     if any(content is not None for content in contents[whole:]):
-        raise TraceError(f"{path}: line {num_before + whole + 1} was changed after it was written; restore the file")
+        raise TraceError(f"{path}: line {whole + 1} was changed after it was written; restore the file")
     return [content for content in contents[:whole] if content is not None], sum(map(len, lines[:whole]))
 
 

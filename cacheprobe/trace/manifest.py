@@ -113,21 +113,6 @@ def _listed(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-def require_whole(directory: Path, manifest: JsonDict) -> None:
-    """Checks that every file named in the manifest exists and has the recorded size.
-
-    Raises: TraceError for the first file that is missing or has another size.
-    """
-    for name, size in manifest["files"].items():
-        path = directory / name
-        if not path.exists():
-            raise TraceError(f"{directory} is incomplete: {name} is missing; run it again or restore the file")
-        if path.stat().st_size != size:
-            raise TraceError(
-                f"{path} has {path.stat().st_size} bytes instead of {size}; run it again or restore the file"
-            )
-
-
 def sha256_of_manifest(manifest: JsonDict) -> str:
     """Returns the SHA-256 digest, as hex text, of a manifest without its own field "manifest_sha256"."""
     content = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
@@ -149,6 +134,20 @@ class CheckedFiles:
         self.directory = directory
         self.sizes: dict[str, int] = manifest["files"]
         self.blocks: dict[str, str] = manifest["blocks"]
+
+    def require_whole(self) -> None:
+        """Checks that every file exists and has the recorded size. Raises: TraceError for the first that does not."""
+        for name in self.sizes:
+            if fault := self._size_fault(name):
+                raise TraceError(f"{self.directory} is incomplete: {fault}; run it again or restore the file")
+
+    def _size_fault(self, name: str) -> str | None:
+        """Returns a sentence if a file is missing or has another size; else None."""
+        try:
+            size = (self.directory / name).stat().st_size
+        except FileNotFoundError:
+            return f"{name} is missing"
+        return None if size == self.sizes[name] else f"{name} has {size} bytes instead of {self.sizes[name]}"
 
     def names(self, kind: str, ending: str = "parquet") -> list[str]:
         """Returns the names of the files of one kind, such as "rows", in the order in which they were written."""
@@ -192,17 +191,13 @@ class CheckedFiles:
     def fault(self, name: str) -> str | None:
         """Compares a whole file with its size and its checksums. Returns a sentence with the place of the first
         difference; None if there is none."""
-        path = self.directory / name
-        try:
-            if (size := path.stat().st_size) != self.sizes[name]:
-                return f"{name} has {size} bytes instead of {self.sizes[name]}"
-            with path.open("rb") as file:
-                for number in range(-(-size // BLOCK_BYTES)):
-                    block = np.frombuffer(file.read(BLOCK_BYTES), np.uint8)
-                    if place := self._damage(name, block, number):
-                        return f"{name} was changed after the run was saved: {place} differ"
-        except FileNotFoundError:
-            return f"{name} is missing"
+        if fault := self._size_fault(name):
+            return fault
+        with (self.directory / name).open("rb") as file:
+            for number in range(-(-self.sizes[name] // BLOCK_BYTES)):
+                block = np.frombuffer(file.read(BLOCK_BYTES), np.uint8)
+                if place := self._damage(name, block, number):
+                    return f"{name} was changed after the run was saved: {place} differ"
         return None
 
     def copy(self, name: str, path: Path) -> None:
@@ -226,9 +221,9 @@ class CheckedFiles:
         with self.naming(name):
             return pq.read_table(pa.BufferReader(pa.py_buffer(self.read(name))))
 
-    def lines(self, name: str, key: str, values: Sequence[int], columns: "Sequence[str] | None" = None) -> pa.Table:
+    def lines(self, name: str, key: str, values: Sequence[int]) -> pa.Table:
         """Returns the lines of a table whose column `key` holds one of `values`. Reads only those parts of the file
-        that can hold one. columns: some of the table's columns; None for all."""
+        that can hold one."""
         wanted = np.unique(np.asarray(values, dtype=np.int64))
         parquet = self.parquet(name)
         column = parquet.schema_arrow.get_field_index(key)
@@ -243,9 +238,8 @@ class CheckedFiles:
                     continue
                 is_wanted = pc.is_in(parquet.read_row_group(number, [key])[key], value_set=pa.array(wanted))
                 if pc.any(is_wanted).as_py():
-                    found.append(parquet.read_row_group(number, columns).filter(is_wanted))
-            nothing = parquet.schema_arrow.empty_table()
-            return pa.concat_tables(found or [nothing if columns is None else nothing.select(columns)])
+                    found.append(parquet.read_row_group(number).filter(is_wanted))
+            return pa.concat_tables(found or [parquet.schema_arrow.empty_table()])
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:

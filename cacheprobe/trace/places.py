@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from cacheprobe.core.files import Locked, only_writer, writer_of
 from cacheprobe.core.values import JsonDict
@@ -76,14 +77,15 @@ class Recording:
             for name in _unfinished_in(self.directory):
                 (self.directory / name).unlink(missing_ok=True)
 
-    def finish(self, write: Callable[[], list[str]]) -> None:
-        """Calls `write`, which writes the manifest of the run and returns names of files that are no longer needed;
-        then deletes these files, and those of the run that was replaced, with its report."""
+    def finish(self, write: Callable[[], object]) -> None:
+        """Calls `write`, which writes the files of the run, the manifest last; then deletes the files of the unfinished
+        run that it does not name, the journal last, and those of the run that was replaced, with its report."""
         replaced = [*_manifest_in(self.directory)["files"], REPORT] if self.replaces_a_run else []
         with saying_why(self.directory):
             if replaced:
                 self.note({"run_id": self.run_id, "replaces": replaced, "is_recorded": self.is_kept})
-            _clean(self.directory, {"run_id": self.run_id, "replaces": replaced + write()})
+            write()
+            _clean(self.directory, {"run_id": self.run_id, "replaces": replaced + _unfinished_in(self.directory)})
 
 
 @contextmanager
@@ -148,8 +150,13 @@ def _unfinished_in(directory: Path) -> list[str]:
     if journal is None:
         return []
     kept = _manifest_in(directory).get("files", ())
-    own = (path.name for path in directory.iterdir() if re.split(r"[-.]", path.name)[1:2] == [journal.run_id])
-    return [name for name in (*own, JOURNAL) if is_of_a_run(name) and name not in kept]
+    return [name for name in (*_files_of(journal.run_id, directory), JOURNAL) if name not in kept]
+
+
+def _files_of(run_id: str, directory: Path) -> list[str]:
+    """Returns the names of the files of a run in a directory."""
+    names = [path.name for path in directory.iterdir()]
+    return [name for name in names if re.split(r"[-.]", name)[1:2] == [run_id] and is_of_a_run(name)]
 
 
 @contextmanager
@@ -180,11 +187,16 @@ def _require_writable(directory: Path) -> None:
 
 def _manifest_in(directory: Path) -> JsonDict:
     """Returns the manifest of a complete run in this directory, as it is stored; {} if there is no readable one."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    manifest = _json_in(directory / MANIFEST)
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
+
+
+def _json_in(path: Path) -> Any:
+    """Returns what a file of JSON holds; None if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _clean(directory: Path, note: JsonDict) -> None:
@@ -198,11 +210,8 @@ def _clean(directory: Path, note: JsonDict) -> None:
     current = _manifest_in(directory)
     if current.get("run_id") == run_id:
         left = [name for name in replaced if isinstance(name, str) and Path(name).name == name]
-    elif note.get("is_recorded"):
-        left = []
     else:
-        left = [path.name for path in directory.iterdir() if re.split(r"[-.]", path.name)[1:2] == [run_id]]
-        left = [name for name in left if is_of_a_run(name)]
+        left = [] if note.get("is_recorded") else _files_of(run_id, directory)
     for name in left:
         if name not in current.get("files", ()) and name != MANIFEST:
             (directory / name).unlink(missing_ok=True)
@@ -252,9 +261,8 @@ def is_of_a_run(name: str) -> bool:
 def _run_description(directory: Path) -> str:
     """Returns text for an error message: the model and the number of requests of the run in this directory. Raises:
     TraceError if manifest.json belongs to another program."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    manifest = _json_in(directory / MANIFEST)
+    if manifest is None:
         return f"its {MANIFEST} cannot be read"
     if not isinstance(manifest, dict) or manifest.get("format") != "cacheprobe trace":
         raise TraceError(f"{directory / MANIFEST} is not of a cacheprobe trace; choose an empty directory")

@@ -14,10 +14,6 @@ from cacheprobe.models.settings import product_dtype
 
 _PLAIN_SUM = BlockSum()
 
-_NUMBERS_AT_ONCE = 2**18
-"""Most numbers of one site that are compared in one call. For more, torch would take new memory from the operating
-system in every call, which takes longer than the comparison."""
-
 
 class CaptureError(ObserverError):
     """Raised if captured states contradict the model. Do not trust any reading from such a run."""
@@ -88,27 +84,16 @@ def check_blocks(
     unchanged: Mapping[int, Sequence[int]],
     step: int,
 ) -> None:
-    """Calls `check_residual` for the layers of a pass, several at once.
+    """Calls `check_residual` for each layer of a pass.
 
     watched: states [r, m] by (site, layer); the input of a layer without site pre is S of the layer below.  forms: of
     each layer.  unchanged: layer -> which of its rows to check, if not all.
     """
-    if not forms:  # a pass of no layer
-        return
-    most = max(1, _NUMBERS_AT_ONCE // watched["S", 0].numel())
-    groups: list[list[int]] = []
     for layer, form in enumerate(forms):
-        last = groups[-1] if groups else []
-        if last and len(last) < most and forms[last[0]] == form and not {layer, last[0]} & unchanged.keys():
-            last.append(layer)
-        else:
-            groups.append([layer])
-    for layers in groups:
-        places = [[("pre", n) if ("pre", n) in watched else ("S", n - 1) for n in layers]]
-        places += [[(site, n) for n in layers] for site in "TCS"]
-        rows = unchanged.get(layers[0], slice(None))
-        parts = [torch.stack([watched[place] for place in of_site])[:, rows] for of_site in places]
-        check_residual(check, *parts, step=step, form=forms[layers[0]])
+        below = ("pre", layer) if ("pre", layer) in watched else ("S", layer - 1)
+        rows = unchanged.get(layer, slice(None))
+        parts = (watched[place][rows] for place in (below, *((site, layer) for site in "TCS")))
+        check_residual(check, *parts, step=step, form=form)
 
 
 def lens_check(dtype: torch.dtype) -> Check:

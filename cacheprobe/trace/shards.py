@@ -53,11 +53,6 @@ class ShardStore(StateStore):
             raise TraceError(f"{self.files.directory} holds no states of site {site}, layer {layer}; run it again")
         return self._places[key]
 
-    def num_rows(self) -> int:
-        """Number n of stored vectors of a site and layer; 0 without sites."""
-        key = tensor_key(self.sites[0], self.layers[0]) if self.sites else ""
-        return sum(entry["shape"][0] for _, entry in self._places_of(key)) if key else 0
-
     def stored(self, site: str, layer: int) -> Tensor:
         """Returns every vector of one site and layer as it is stored. Raises: TraceError if the bytes of the tensor, or
         of the file's header, differ from their checksums."""

@@ -40,10 +40,6 @@ class StateStore:
         """Returns the stored vectors at `indices` [n] of `all_of`; not for patterns."""
         return decode(self.stored(site, layer)[indices])
 
-    def num_rows(self) -> int:
-        """Number of rows with stored states, the same for every site and layer; 0 if none of S, T and C is kept."""
-        return len(self.stored(self.sites[0], self.layers[0])) if self.sites else 0
-
 
 class MemoryStore(StateStore):
     """Holds the captured states of a run in memory: by (site, layer), one tensor with the states of all kept rows."""

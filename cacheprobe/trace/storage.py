@@ -26,7 +26,6 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from torch import Tensor
 
 from cacheprobe import __version__
@@ -35,11 +34,10 @@ from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import JsonDict
 from cacheprobe.tasks import example_from_record, example_record
 from cacheprobe.trace.data import TraceData
-from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, MANIFEST, checksums_of, sha256_of_manifest
+from cacheprobe.trace.manifest import FORMAT_VERSION, MANIFEST, checksums_of, sha256_of_manifest
 from cacheprobe.trace.places import Recording, recording
-from cacheprobe.trace.shards import ShardStore, read_tensors
+from cacheprobe.trace.shards import ShardStore
 from cacheprobe.trace.state_store import StateStore, tensor_key
-from cacheprobe.trace.stored import GrowingRun, StoredRun
 from cacheprobe.trace.tables.schema import arrow_table
 
 ROW_GROUP = 2**14
@@ -117,23 +115,12 @@ class RunFiles:
 
         return self.write(name, lambda path: save_file(dict(tensors), path))
 
-    def write_run(
-        self,
-        tables: "Mapping[str, Iterable[pd.DataFrame] | None]",
-        thought_states: Tensor | None,
-        about: JsonDict,
-    ) -> None:
-        """Writes the whole tables of a run, and manifest.json, which makes these files the run of the directory.
+    def write_manifest(self, about: JsonDict) -> None:
+        """Writes manifest.json, which makes these files the run of the directory.
 
-        tables: the pieces of each, by name; None for a table that the run does not have.  about: the lists `sites`,
-        `heads` and `layers` of its states; `requests`, as from `storage.request_record`, with the committed tokens and
-        the text; `meta`.
+        about: the lists `sites`, `heads` and `layers` of its states; `requests`, as from `storage.request_record`, with
+        the committed tokens and the text; `meta`.
         """
-        for name, pieces in tables.items():
-            if pieces is not None:
-                self.write_table(f"{name}-{self.run_id}.parquet", pieces, name)
-        if thought_states is not None:
-            self.write_tensors(f"thoughts-{self.run_id}.safetensors", {"states": thought_states.contiguous()})
         manifest = {
             "format": "cacheprobe trace",
             "format_version": FORMAT_VERSION,
@@ -157,7 +144,7 @@ class RunFiles:
 
 SHARD_BYTES = 10**9
 SITES = ("sites", "heads", "layers")
-"""Entries of a manifest, and attributes of a store and of a run, that say whose states are there."""
+"""Entries of a manifest, and attributes of a store, that say whose states are there."""
 TABLES = {
     "rows": "row_table",
     "hypotheses": "recorded_readings",
@@ -179,15 +166,26 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
     full, after which an earlier run is unchanged.
     """
     with recording(directory, run_id or secrets.token_hex(4), overwrite=overwrite, is_kept=False) as place:
-        place.finish(lambda: _write_trace(trace, RunFiles.of(place)))
+        place.finish(lambda: write_trace(trace, RunFiles.of(place), [trace.recorded_readings]))
     return directory
 
 
-def _write_trace(trace: TraceData, files: RunFiles) -> list[str]:
-    """Writes the files of a trace, the manifest last. Returns [], because the run needs all of them."""
-    store = trace.store
-    _write_states(store, files)
-    tables = {name: getattr(trace, attribute) for name, attribute in TABLES.items()}
+def write_trace(
+    trace: TraceData, files: RunFiles, readings: "Iterable[pd.DataFrame | None]", *, keeps_shards: bool = False
+) -> None:
+    """Writes the files of a trace, the manifest last.
+
+    readings: pieces of the table of lens readings, one of which is in memory at a time; None or no piece for a run
+    without.  keeps_shards: its files of states belong to this very run, and keep their names.
+    """
+    _write_states(trace.store, files, keeps_shards)
+    for name, attribute in TABLES.items():
+        pieces = iter(readings if name == "hypotheses" else [getattr(trace, attribute)])
+        if (first := next(pieces, None)) is not None:
+            files.write_table(f"{name}-{files.run_id}.parquet", chain([first], pieces), name)
+    if trace.thought_states is not None:
+        states = {"states": trace.thought_states.contiguous()}
+        files.write_tensors(f"thoughts-{files.run_id}.safetensors", states)
     requests = [
         {
             **request_record(r),
@@ -196,55 +194,24 @@ def _write_trace(trace: TraceData, files: RunFiles) -> list[str]:
         }
         for r in trace.requests
     ]
-    files.write_run(
-        {name: None if table is None else [table] for name, table in tables.items()},
-        trace.thought_states,
-        {name: list(getattr(store, name)) for name in SITES} | {"requests": requests, "meta": trace.meta},
-    )
-    return []
+    store = {name: list(getattr(trace.store, name)) for name in SITES}
+    files.write_manifest({**store, "requests": requests, "meta": trace.meta})
 
 
-def finish_run(run: GrowingRun, files: RunFiles, meta: JsonDict) -> list[str]:
-    """Writes one table of each kind and the manifest of a run that was recorded in parts, which makes the directory of
-    `files` a finished run. Returns the names of the files that the finished run does not need, the journal last.
-
-    files: of the run's own directory, or another one.  meta: of the whole run. One part of the readings is in memory
-    at a time.
-    """
-    for name in run.shards:
-        if files.directory == run.directory:
-            files.sizes[name], files.blocks[name] = run.files.sizes[name], run.files.blocks[name]
-        else:
-            files.write(name, lambda path, name=name: run.files.copy(name, path))
-    whole = {"rows": run.rows, "events": run.events, "ledger": run.ledger, "tokens": run.token_table}
-    whole |= {"thoughts": run.thoughts, "features": run.feature_table}
-    pieces = run.reading_pieces()
-    first = next(pieces, None)
-    tables = {name: None if table is None else [table] for name, table in whole.items()}
-    files.write_run(
-        {**tables, "hypotheses": None if first is None else chain([first], pieces)},
-        thought_states(run),
-        {name: list(getattr(run, name)) for name in SITES} | {"requests": run.requests, "meta": meta},
-    )
-    return [*(name for name in run.files.sizes if name not in files.sizes), JOURNAL]
-
-
-def thought_states(run: StoredRun) -> Tensor | None:
-    """Returns the chunk states [n, c, m] of n thoughts; None for a run without thoughts."""
-    names = run.files.names("thoughts", "safetensors")
-    parts = [read_tensors(run.files, name, ["states"])["states"] for name in names]
-    return torch.cat(parts) if parts else None
-
-
-def _write_states(store: StateStore, files: RunFiles) -> None:
+def _write_states(store: StateStore, files: RunFiles, keeps_shards: bool) -> None:
     """Writes the captured states as safetensors files.
 
-    States that were read from the same directory are compared with their checksums, and their files get new names.
+    States that were read from the same directory, or `keeps_shards`, are compared with their checksums, and their files
+    get new names, or keep them. Those that have their names there already are not compared.
     """
     names = map(f"states-{files.run_id}-{{:05d}}.safetensors".format, count())
-    if isinstance(store, ShardStore) and store.files.directory.resolve() == files.directory.resolve():
-        for shard, name in zip(store.shards, names, strict=False):
-            files.write(name, lambda path, shard=shard: store.files.copy(shard, path))
+    is_here = isinstance(store, ShardStore) and store.files.directory.resolve() == files.directory.resolve()
+    if isinstance(store, ShardStore) and (is_here or keeps_shards):
+        for shard, name in zip(store.shards, store.shards if keeps_shards else names, strict=False):
+            if is_here and keeps_shards:
+                files.sizes[name], files.blocks[name] = store.files.sizes[name], store.files.blocks[name]
+            else:
+                files.write(name, lambda path, shard=shard: store.files.copy(shard, path))
         return
     batch: dict[str, Tensor] = {}
     for place in product((*store.sites, *store.heads), store.layers):

@@ -29,17 +29,8 @@ import pyarrow.compute as pc
 
 from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.journal import Journal, read_journal, read_on
-from cacheprobe.trace.manifest import (
-    JOURNAL,
-    MANIFEST,
-    UNFINISHED,
-    UNREAD,
-    CheckedFiles,
-    TraceError,
-    read_manifest,
-    require_whole,
-)
+from cacheprobe.trace.journal import Journal, read_journal
+from cacheprobe.trace.manifest import JOURNAL, MANIFEST, UNFINISHED, UNREAD, CheckedFiles, TraceError, read_manifest
 from cacheprobe.trace.tables.build import feature_table, hypotheses_table, reading_columns, recorded_lines
 from cacheprobe.trace.tables.draft_verdicts import with_verdicts
 from cacheprobe.trace.tables.schema import arrow_schema, typed
@@ -64,8 +55,8 @@ class StoredRun:
 
     def __init__(self, directory: "str | Path") -> None:
         manifest = read_manifest(Path(directory))
-        require_whole(Path(directory), manifest)
         self._describe(manifest, CheckedFiles(Path(directory), manifest))
+        self.files.require_whole()
         self.meta: JsonDict = manifest["meta"]
         self.requests: list[JsonDict] = manifest["requests"]
         """One object for each request: request_id, prompt, prompt_token_ids, is_deterministic, committed_token_ids,
@@ -201,16 +192,15 @@ class StoredRun:
         """Returns some columns of the lens readings of some rows, as a DataFrame with one line for each row and layer.
         Reads only those parts of the files that hold one of the rows.
 
-        rows: row numbers.  columns: numbers and lists of numbers alone.
-        Raises: ValueError if the run has no lens readings.
+        rows: row numbers.  Raises: ValueError if the run has no lens readings.
         """
         self._require_readings()
-        return self._stored_readings("row", rows, columns).to_pandas()
+        return self._hypotheses(self._stored_readings("row", rows), self.rows[self.rows.row.isin(rows)])[list(columns)]
 
-    def _stored_readings(self, key: str, values: Sequence[int], columns: "Sequence[str] | None" = None) -> pa.Table:
-        """Returns the stored readings whose column `key` holds one of `values`. columns: as in `CheckedFiles.lines`."""
+    def _stored_readings(self, key: str, values: Sequence[int]) -> pa.Table:
+        """Returns the stored readings whose column `key` holds one of `values`."""
         names = self.files.names(self.readings_kind)
-        return self._joined_readings(self.files.lines(name, key, values, columns) for name in names)
+        return self._joined_readings(self.files.lines(name, key, values) for name in names)
 
     def _request_readings(self, request_id: int) -> pa.Table:
         """Returns the stored readings of one request. Reads no file twice for one of the newest 8 requests."""
@@ -263,7 +253,6 @@ class GrowingRun(StoredRun):
             {**request, "committed_token_ids": tokens[request["request_id"]], "text": texts[request["request_id"]]}
             for request in journal.header["requests"]
         ]
-        self._texts = journal.token_texts
         if before is not None:
             self._lock, self._held = before._lock, before._held
         known = {} if before is None else before.files.sizes
@@ -273,12 +262,15 @@ class GrowingRun(StoredRun):
         self.rows = self._labelled(self.rows, 0 if before is None else len(before.journal.parts))
 
     def read_on(self) -> "GrowingRun | None":
-        """Returns the run with the parts that were written since; itself if there are none. Reads the new parts alone.
-        Returns None if the directory holds another run, or none. Raises: TraceError for a damaged part."""
-        journal = read_on(self.journal)
-        if journal is None or journal is self.journal:
-            return None if journal is None else self
-        return GrowingRun(journal, self)
+        """Returns the run with the parts that were written since; itself if there are none. Reads the tables of the new
+        parts alone. Returns None if the directory holds another run, or none. Raises: TraceError for a damaged part."""
+        path = self.directory / JOURNAL
+        if path.exists() and path.stat().st_size == self.journal.num_bytes:
+            return self
+        journal = read_journal(self.directory)
+        if journal is None or journal.run_id != self.run_id or journal.num_bytes < self.journal.num_bytes:
+            return None
+        return self if journal == self.journal else GrowingRun(journal, self)
 
     @property
     def table_files(self) -> dict[str, str]:
@@ -318,14 +310,9 @@ class GrowingRun(StoredRun):
         return table.assign(thought=range(len(table)))
 
     @cached_property
-    def token_texts(self) -> dict[int, str]:
-        """Dict from token id to text (signs such as ␣ for white space), for every token so far."""
-        return {token_id: visible(text) for token_id, text in self._texts.items()}
-
-    @cached_property
     def token_table(self) -> pd.DataFrame:
         """Tokens table of the run so far."""
-        return typed(sorted(self.token_texts.items()), "tokens")
+        return typed([(i, visible(text)) for i, text in sorted(self.journal.token_texts.items())], "tokens")
 
     # -- lens readings
 
@@ -333,11 +320,6 @@ class GrowingRun(StoredRun):
     def has_readings(self) -> bool:
         """True if the run records lens readings."""
         return "Z" in (self.meta["capture"]["sites"] or "") and not self.is_unread
-
-    def readings_of_rows(self, rows: Sequence[int], columns: Sequence[str]) -> pd.DataFrame:
-        """Returns some columns of the lens readings of some rows, as `StoredRun.readings_of_rows`."""
-        self._require_readings()
-        return self._hypotheses(self._stored_readings("row", rows), self.rows[self.rows.row.isin(rows)])[list(columns)]
 
     def all_readings(self) -> pd.DataFrame | None:
         """Returns the lens readings of the whole run so far, without verdicts; None if there are none."""
@@ -358,7 +340,7 @@ class GrowingRun(StoredRun):
         """Returns stored readings of these rows as `tables.build.hypotheses_table`."""
         own = readings.filter(pc.is_in(readings["row"], value_set=pa.array(rows.row.to_numpy())))
         return hypotheses_table(
-            reading_columns(own), rows, self.meta["lens"], lambda ids: [self._texts[i] for i in ids]
+            reading_columns(own), rows, self.meta["lens"], lambda ids: [self.token_texts[i] for i in ids]
         )
 
 

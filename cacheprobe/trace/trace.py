@@ -16,8 +16,8 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import TraceError
 from cacheprobe.trace.self_checks import self_checks_text
-from cacheprobe.trace.shards import ShardStore
-from cacheprobe.trace.storage import TABLES, request_from_record, save_trace, thought_states
+from cacheprobe.trace.shards import ShardStore, read_tensors
+from cacheprobe.trace.storage import TABLES, request_from_record, save_trace
 from cacheprobe.trace.stored import StoredRun, duckdb, open_run
 from cacheprobe.trace.tables.build import ledger_at
 from cacheprobe.trace.tables.edits import edits_of
@@ -277,6 +277,8 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
 def trace_of(run: StoredRun, model: CachedLM | None) -> Trace:
     """Returns the Trace of a run on the disk, finished or not. Reads the tables now; states and lens readings are read
     at their first use. Raises: TraceError for a damaged file."""
+    names = run.files.names("thoughts", "safetensors")
+    thoughts = [read_tensors(run.files, name, ["states"])["states"] for name in names]
     return Trace(
         requests=tuple(request_from_record(item) for item in run.requests),
         tokens={item["request_id"]: item["committed_token_ids"] for item in run.requests},
@@ -284,7 +286,7 @@ def trace_of(run: StoredRun, model: CachedLM | None) -> Trace:
         store=ShardStore(run.files, run.shards, run.sites, run.layers, run.heads),
         meta=run.meta,
         model=model,
-        thought_states=thought_states(run),
+        thought_states=torch.cat(thoughts) if thoughts else None,
         row_table=run.rows,
         event_table=run.events,
         token_table=run.token_table,

@@ -18,7 +18,7 @@ import cacheprobe as cp
 from cacheprobe.engine.estimates.run import Bounds
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.compiled import operations as choice
-from cacheprobe.trace.recording.to_disk import ToDisk
+from cacheprobe.trace.recording.disk_writer import DiskWriter
 from cacheprobe.trace.trace import Trace
 from cacheprobe_benchmarks.catalogue import questions, small
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
@@ -275,7 +275,7 @@ def of_trace(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 def of_to_disk(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The save at the end over a run that is recorded to disk, and the raw write over the parts."""
-    clock.plant(ToDisk, "finish", 1)
+    clock.plant(DiskWriter, "finish", 1)
     clock.plant(Trace, "save", 2)
     monkeypatch.setattr(to_disk, "_raw_over_parts", lambda *given: 0.25)
     return {"saved_over_disk": 2.0, "write_over_raw": 0.25}

@@ -10,7 +10,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.files import Locked, only_writer, writer_of
-from cacheprobe.trace.journal import read_journal, read_on
+from cacheprobe.trace.journal import begin_journal, read_journal
 from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.stored import growing_run
 from cacheprobe.trace.tables.build import hypotheses_table
@@ -107,17 +107,17 @@ def test_a_reading_without_a_next_token_asks_for_no_text_of_token_0(stopped: Pat
 
 
 def test_a_journal_that_is_of_another_run_or_shorter_is_read_anew(stopped: Path, tmp_path: Path) -> None:
-    journal = read_journal(stopped)
-    assert journal is not None
-    (tmp_path / JOURNAL).write_bytes((stopped / JOURNAL).read_bytes()[:-10])
-    moved = read_journal(tmp_path)
-    assert moved is not None and read_on(moved) is moved
-    (tmp_path / JOURNAL).write_bytes(b"".join((stopped / JOURNAL).read_bytes().splitlines(keepends=True)[:3]))
-    assert read_on(moved) is None
-    (tmp_path / JOURNAL).unlink()
-    assert read_on(moved) is None
-    (tmp_path / JOURNAL).write_bytes((stopped / JOURNAL).read_bytes()[1:])
-    assert read_on(moved) is None
+    directory = Path(shutil.copytree(stopped, tmp_path / "run"))
+    whole = (directory / JOURNAL).read_bytes()
+    (directory / JOURNAL).write_bytes(whole[:-10])
+    moved = growing_run(directory)
+    assert moved.read_on() is moved
+    upto(directory, whole.splitlines(keepends=True), 3)
+    assert moved.read_on() is None
+    (directory / JOURNAL).unlink()
+    assert moved.read_on() is None
+    begin_journal(directory, {**moved.journal.header, "run_id": "another"})
+    assert moved.read_on() is None
     with pytest.raises(TraceError, match=f"has no {JOURNAL}"):
         growing_run(tmp_path / "none")
 

@@ -169,7 +169,7 @@ def test_an_import_that_is_refused_writes_nothing(of_vllm: tuple[Path, list[int]
         {"hidden_states": torch.full((3, LAYERS, WIDTH), torch.nan), "token_ids": torch.arange(3)},
         folder / "9.safetensors",
     )
-    with pytest.raises(ValueError, match="9.safetensors: states at positions from 0 are NaN or infinite"):
+    with pytest.raises(ValueError, match="9.safetensors: states of layer 0 at positions from 0 are NaN or infinite"):
         cp.import_vllm(folder, [1, 2, 3], out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

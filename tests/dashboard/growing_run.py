@@ -16,7 +16,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.recording import disk_writer
-from cacheprobe.trace.recording.disk_writer import Background
+from cacheprobe.trace.recording.background import Background
 from cacheprobe.trace.recording.stream import Stream
 from tests.tiny import PROMPTS, SMALL, loaded
 

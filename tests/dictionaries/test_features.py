@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_refused(trace: cp.Trace) -> None:
         trace.features(random_dictionary(layer=9))
     with pytest.raises(ValueError, match="no row has states"):
         trace.features(random_dictionary(), rows=trace.rows().iloc[:0])
-    with pytest.raises(ValueError, match="top must be at least 1"):
+    with pytest.raises(ValueError, match="top must be a whole number of at least 1"):
         trace.features(random_dictionary(), top=0)
     with pytest.raises(ValueError, match="site S was not captured"):
         cp.run(loaded(), PROMPTS[:1], **SMALL, capture="C").features(random_dictionary())

@@ -12,9 +12,8 @@ import torch
 import cacheprobe as cp
 from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.manifest import JOURNAL
-from cacheprobe.trace.recording.features import FeatureRecorder
+from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.stored import growing_run
-from cacheprobe.trace.tables.build import RowRecord
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.command import cacheprobe
 from tests.dashboard.growing_run import part_each_round
@@ -58,7 +57,14 @@ def test_they_are_those_of_the_run_in_memory(settings: dict[str, Any], tmp_path:
 
 def test_features_that_rows_share_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: rows of an equal prompt take their features from an earlier part."""
-    monkeypatch.setattr(FeatureRecorder, "copy", lambda self, row, source: None)
+    right = Recorder.on_shared_prompt
+
+    def without(self: Recorder, request_id: int, *given: int) -> None:
+        right(self, request_id, *given)
+        for row in self._unconfirmed.rows:
+            row.features = None if row.request_id == request_id else row.features
+
+    monkeypatch.setattr(Recorder, "on_shared_prompt", without)
     with pytest.raises(AssertionError):
         test_they_are_those_of_the_run_in_memory(dict(capture="SZ", deterministic=[0, 4], max_batch=2), tmp_path)
 
@@ -176,12 +182,3 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     done = cacheprobe("verify", "--files", str(tmp_path / "run"))
     assert done.returncode and f"damaged: {path.name}" in done.stdout
-
-
-def test_a_row_whose_source_was_not_recorded_has_no_features() -> None:
-    recorder = FeatureRecorder(random_dictionary(), 3, ())
-    row = RowRecord(0, 0, "prefill", 4, 9, 3, role="prompt")
-    recorder.add({id(row): 4}, recorder.find([row], torch.randn(1, 32)))
-    recorder.copy(6, 4)
-    recorder.copy(7, 5)
-    assert {*recorder.take().row} == {4, 6} and not len(recorder.take())

@@ -1,9 +1,10 @@
 """Features recorded during a run, without the states: the same numbers as from stored states, rejected drafts too."""
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -11,8 +12,9 @@ import cacheprobe as cp
 from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
-from cacheprobe.trace.recording.features import FeatureRecorder, FoundFeatures
+from cacheprobe.trace.recording.features import FeatureRecorder
 from cacheprobe.trace.recording.recorder import Recorder
+from cacheprobe.trace.tables.build import RowRecord
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -84,7 +86,7 @@ def test_another_place_or_number_is_refused() -> None:
     assert trace.features(site="S", layer=1).equals(trace.features())
     with pytest.raises(ValueError, match="recorded at site S of layer 1, not at T of 0"):
         trace.features(site="T", layer=0)
-    with pytest.raises(ValueError, match="top must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="top must be a whole number of at least 1, got 0"):
         trace.features(top=0)
 
 
@@ -107,17 +109,17 @@ def test_a_failed_pass_leaves_no_features(monkeypatch: pytest.MonkeyPatch) -> No
 def test_features_of_a_failed_pass_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: features under the numbers of earlier rows, as many as the failed pass had."""
     lost: list[Any] = []
-    fail, add = Recorder.on_failure, FeatureRecorder.add
+    fail, table = Recorder.on_failure, FeatureRecorder.table
 
     def counting(self: Recorder, step: int) -> None:
-        lost.extend(row for recorded in self._unconfirmed.passes for row in recorded.rows)
+        lost.extend(self._unconfirmed.rows)
         fail(self, step)
 
-    def shifted(self: FeatureRecorder, numbers: Mapping[int, int], found: FoundFeatures | None) -> None:
-        add(self, {row: max(0, number - len(lost)) for row, number in numbers.items()}, found)
+    def shifted(self: FeatureRecorder, rows: list[RowRecord]) -> pd.DataFrame:
+        return table(self, [replace(row, row=max(0, row.row - len(lost))) for row in rows])
 
     monkeypatch.setattr(Recorder, "on_failure", counting)
-    monkeypatch.setattr(FeatureRecorder, "add", shifted)
+    monkeypatch.setattr(FeatureRecorder, "table", shifted)
     with pytest.raises(AssertionError, match="features of another row"):
         test_a_failed_pass_leaves_no_features(monkeypatch)
 

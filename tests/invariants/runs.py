@@ -17,7 +17,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace.recording.observers import StepLog
+from cacheprobe_benchmarks.shared.step_log import StepLog
 from tests.invariants.machines import Spy
 from tests.tiny import VOCAB
 

@@ -139,7 +139,8 @@ def keep_stale_heads(monkeypatch: pytest.MonkeyPatch) -> None:
         now = recorder._now
         right(recorder, record)
         assert now is not None
-        recorder._now = replace(now, states={}, lens_block=None, watched=None)
+        now.layer_index, now.lens_block, now.watched = {}, None, None
+        recorder._now = now
 
     monkeypatch.setattr(Recorder, "after_forward", stale)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.trace.recording.disk_writer import Background
+from cacheprobe.trace.recording.background import Background
 
 
 def test_jobs_run_in_their_order_and_the_end_waits() -> None:

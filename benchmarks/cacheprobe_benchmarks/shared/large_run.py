@@ -7,8 +7,8 @@ import pandas as pd
 
 import cacheprobe as cp
 from cacheprobe.trace.state_store import MemoryStore
-from cacheprobe.trace.tables.build import EVENT_COLUMNS, LedgerChange, ledger_table
-from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.build import LedgerChange
+from cacheprobe.trace.tables.schema import TABLES, typed
 from cacheprobe.trace.tables.token_history import token_texts_of
 from cacheprobe_benchmarks.shared.tiny import tiny_model
 
@@ -52,8 +52,8 @@ def _schedule(requests: int, tokens: int) -> tuple[pd.DataFrame, pd.DataFrame, p
     ledger: list[LedgerChange] = []
 
     def event(step: int, phase: str, request: int, **more) -> None:
-        empty = {name: [] for name in EVENT_COLUMNS if name.endswith(("_ids", "_nats"))}
-        held = {**dict.fromkeys(EVENT_COLUMNS), **empty, "margin_nats": (request + step) % 7 / 2}
+        empty = {name: [] for name in TABLES["events"] if name.endswith(("_ids", "_nats"))}
+        held = {**dict.fromkeys(TABLES["events"]), **empty, "margin_nats": (request + step) % 7 / 2}
         events.append({**held, "step": step, "phase": phase, "request_id": request, "batch_rows": requests,
                        "batch_slots": 4, "seconds": 0.01, **more})  # fmt: skip
 
@@ -96,7 +96,7 @@ def _schedule(requests: int, tokens: int) -> tuple[pd.DataFrame, pd.DataFrame, p
     table.insert(0, "row", np.arange(len(table)))
     table["token"] = [f" t{i}" for i in table.token_id]
     table["num_layers"], table["state_index"] = 99, -1
-    return typed(table, "rows"), typed(events, "events"), ledger_table(ledger)
+    return typed(table, "rows"), typed(events, "events"), typed(ledger, "ledger")
 
 
 def _readings(rows: pd.DataFrame, layers: int) -> pd.DataFrame:

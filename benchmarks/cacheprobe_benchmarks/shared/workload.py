@@ -15,7 +15,7 @@ from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.execution import Execution, prepare
 from cacheprobe.engine.plan import make_plan
 from cacheprobe.models.base import CachedLM
-from cacheprobe.trace.recording.observers import StepLog
+from cacheprobe_benchmarks.shared.step_log import StepLog
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 NUM_REQUESTS, IN_FLIGHT = 64, 16

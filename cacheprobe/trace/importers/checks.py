@@ -48,6 +48,24 @@ _ROWS = 256
 """Number of tokens of a text that are computed in one pass."""
 
 
+def require_numbers(generations: Sequence[Generation]) -> None:
+    """Checks that the states of all tokens, not those of padding, are floating-point numbers, and neither NaN nor
+    infinite. Raises: ImportRefused."""
+    for one in generations:
+        for start in range(0, one.num_rows, _ROWS):
+            for layer, states in one.read(start, min(start + _ROWS, one.num_rows)).items():
+                what = f"{one.name}: states of layer {layer} at positions from {start} are"
+                if not states.is_floating_point():
+                    raise ImportRefused(
+                        f"{what} {states.dtype}; expected floating-point numbers, as the model computed them"
+                    )
+                if not bool(torch.isfinite(states).all()):
+                    raise ImportRefused(
+                        f"{what} NaN or infinite; generate again, for example in float32 or with another kind of "
+                        "attention"
+                    )
+
+
 def require_states_of(model: CachedLM, generations: Sequence[Generation]) -> None:
     """Checks that all imported states and logits are those of `model`, which reads the text of every request.
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,31 +27,8 @@ _RECORD_BYTES = 600
 """Bytes of a row's records (row, events, ledger)."""
 
 
-@runtime_checkable
-class Stored(Protocol):
-    """Lists the methods of a tensor of an open safetensors file that an import uses."""
-
-    def get_shape(self) -> Sequence[int]:
-        """Returns the shape of the tensor."""
-        ...
-
-    def __getitem__(self, index: object) -> Tensor:
-        """Reads a part of the tensor."""
-        ...
-
-
 class ImportRefused(ValueError):
     """Raised for data that cannot be read as a trace."""
-
-
-def require_numbers(states: Tensor, what: str) -> None:
-    """Raises: ImportRefused for states that are no floating-point numbers, or NaN or infinite."""
-    if not states.is_floating_point():
-        raise ImportRefused(f"{what} are {states.dtype}; expected floating-point numbers, as the model computed them")
-    if not bool(torch.isfinite(states).all()):
-        raise ImportRefused(
-            f"{what} are NaN or infinite; generate again, for example in float32 or with another kind of attention"
-        )
 
 
 def token_ids_in(tokens: Tensor, what: str) -> Tensor:
@@ -70,6 +46,8 @@ def token_ids_in(tokens: Tensor, what: str) -> Tensor:
 class Generation:
     """Holds one request of another program: its prompt, its generated tokens, and how the captured states are read."""
 
+    name: str
+    """Names the request in errors."""
     prompt: tuple[int, ...]
     generated: tuple[int, ...]
     layers: tuple[int, ...]
@@ -155,13 +133,13 @@ class Imported:
             steps = [record for number in range(step, end) for record in self._records_of(number)]
             ledger = [change for number in range(step, end) for change in self._changes_of(number)]
             ended = [i for i, one in enumerate(self.generations) if step <= one.last_step < end]
-            yield Part(num_rows, rows, [], len(rows), lambda states=states: states, {}, steps, ledger, []), ended
+            yield Part(rows, [], states, {}, steps, ledger, []), ended
             num_rows, step = num_rows + len(rows), end
 
     def _read(
         self, places: Sequence[tuple[int, int, int]], first: int
     ) -> tuple[list[RowRecord], dict[tuple[str, int], Tensor]]:
-        """Returns (the rows at these places, their states by site and layer). first: state_index of the first row."""
+        """Returns (the rows at these places, their states by site and layer). first: number of the first row."""
         rows, of_request = [], {number: list[int]() for _, number, _ in places}
         for index, (step, number, position) in enumerate(places):
             one = self.generations[number]
@@ -169,7 +147,8 @@ class Imported:
             token_id = one.prompt[position] if is_prompt else one.generated[position - len(one.prompt)]
             phase, role = ("prefill", "prompt") if is_prompt else ("decode", "committed")
             depth = self.n_layers
-            rows.append(RowRecord(number, step, phase, position, token_id, depth, first + index, role, "committed"))
+            row = first + index
+            rows.append(RowRecord(number, step, phase, position, token_id, depth, row, role, "committed", row))
             of_request[number].append(index)
         parts = [
             self.generations[number].read(places[own[0]][2], places[own[-1]][2] + 1)

@@ -1,6 +1,6 @@
 """Defines import_generate and import_vllm: a Trace of what another program kept, in memory or on the disk."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -10,11 +10,15 @@ from cacheprobe.core.live import LiveTokenizer, require_usable_process
 from cacheprobe.core.records import Finished
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.paths import require_loaded
+from cacheprobe.trace.importers.checks import require_numbers, require_states_of
 from cacheprobe.trace.importers.common import Imported
 from cacheprobe.trace.importers.generate import read_generate
 from cacheprobe.trace.importers.vllm import read_vllm
 from cacheprobe.trace.recording.assemble import trace_of_part
-from cacheprobe.trace.recording.to_disk import ImportOutput, ToDisk, to_disk
+from cacheprobe.trace.recording.disk_writer import DiskWriter
+from cacheprobe.trace.recording.source import Source
+from cacheprobe.trace.recording.to_disk import ImportOutput, to_disk
 from cacheprobe.trace.tables.build import Part
 from cacheprobe.trace.trace import Trace, load_trace
 
@@ -48,7 +52,7 @@ def import_generate(
     prompts padded on the right, and for states or logits that are not the model's for their sequence, token and layer;
     TraceError if `out` may not be written.
     """
-    require_usable_process()
+    _require_usable(model)
     imported = read_generate(outputs, attention_mask, stop_token_ids, model)
     return _recorded(replace(imported, tokenizer=tokenizer, given_name=name), to)
 
@@ -75,13 +79,23 @@ def import_vllm(
     Raises: ImportRefused for another layout, other layers than the file has, NaN or infinite values, and states
     that are not the model's for their request, token and layer; TraceError if `out` may not be written.
     """
-    require_usable_process()
+    _require_usable(model)
     imported = read_vllm(outputs, layers, num_prompt_tokens, model)
     return _recorded(replace(imported, tokenizer=tokenizer, given_name=name), to)
 
 
+def _require_usable(model: CachedLM | None) -> None:
+    require_usable_process()
+    if model is not None:
+        require_loaded(model, "an import")
+
+
 def _recorded(imported: Imported, to: ImportOutput) -> Trace:
-    """Returns the Trace of checked generations: of the memory, or of the directory that they are recorded in."""
+    """Checks the states, and returns their Trace: of the memory, or of the directory that they are recorded in. Raises:
+    ImportRefused for numbers that are none, and for states that are not those of the model, if it is given."""
+    require_numbers(imported.generations)
+    if imported.model is not None:
+        require_states_of(imported.model, imported.generations)
     source = ImportSource(imported)
     with to_disk(**to) as disk:
         if disk is None:
@@ -92,39 +106,36 @@ def _recorded(imported: Imported, to: ImportOutput) -> Trace:
     return readable(load_trace(Path(disk.place.directory), imported.model))
 
 
-def _record(imported: Imported, source: "ImportSource", disk: ToDisk) -> None:
+def _record(imported: Imported, source: "ImportSource", disk: DiskWriter) -> None:
     """Records an import to disk, one part of at most `disk.part_bytes` after the other, and finishes it.
 
     Twin: `trace_of_part` of the import as one part, ==: the tables have the same lines, and the states the same bits.
     """
     sites = {"sites": ["S"], "heads": [], "layers": imported.layers}
-    writer = disk.begin_new(source, imported.requests, imported.meta, sites)
+    disk.begin_new(source, imported.requests, imported.meta, sites)
     for part, ended in imported.pieces(disk.part_bytes):
         source.part = part
         for record in part.steps:
             for number, token_ids in record.committed:
                 start = len(imported.generations[number].prompt) + record.step
-                writer.on_commit(number, record.step, start, token_ids, ["committed"] * len(token_ids))
-            writer.step = record.step
+                disk.on_commit(number, record.step, start, token_ids, ["committed"] * len(token_ids))
+            disk.step = record.step
         for number in ended:
             one = imported.generations[number]
-            writer.on_finish(Finished(number, one.last_step, one.finish, one.generated))
-        writer.end_round((), is_last=True)
-    writer.wait()
+            disk.on_finish(Finished(number, one.last_step, one.finish, one.generated))
+        disk.end_round((), is_last=True)
+    disk.wait()
     disk.finish(imported.meta)
 
 
-class ImportSource:
-    """Gives a DiskWriter the parts of an import, one at a time; see `recording.part.Source`."""
+class ImportSource(Source):
+    """Gives a DiskWriter the parts of an import, one at a time."""
 
     def __init__(self, imported: Imported) -> None:
         self.part: Part | None = None
         """What `take` returns next."""
-        self.num_bytes = self._num_rows = 0
-        self.reader = None
-        self.answer_mass: Mapping[int, tuple[float, ...]] = {}
-        self.model = imported.model
-        self.token_texts, self.decode = imported.text.token_texts, imported.text.decode
+        self._num_rows, self.answer_mass = 0, {}
+        self.model, self.texts = imported.model, imported.text
 
     def so_far(self) -> JsonDict:
         """Returns what a line of the journal says of the import so far, all of whose rows have states."""

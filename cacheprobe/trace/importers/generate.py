@@ -20,38 +20,34 @@ from cacheprobe.core.values import listed, whole_number
 from cacheprobe.engine.committer import Choice, describe
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
-from cacheprobe.models.paths import require_loaded
-from cacheprobe.trace.importers.checks import close_to, require_states_of, typical_share
+from cacheprobe.trace.importers.checks import close_to, typical_share
 from cacheprobe.trace.importers.common import (
     Generation,
     Imported,
     ImportRefused,
-    Stored,
-    require_numbers,
     token_ids_in,
 )
+from cacheprobe.trace.importers.sequences import prompt_mask, split_sequences
 
 _ASK = "generate(..., return_dict_in_generate=True, output_hidden_states=True, output_logits=True)"
-_CHECKED_ROWS = 4096
-"""Rows whose states are looked at together."""
 _PROGRAM = "Hugging Face's generate"
 _FEW = 64
 """Number of tokens of the first prompt by which a model finds out what the states are of."""
-_Pass = Mapping[int, Tensor | Stored]
+_Pass = Mapping[int, Tensor]
 """States [b, t, m] of one pass by their index in `hidden_states`; without those that were not kept."""
 
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Holds the checked tensors of a `generate` output, which are copied in slices: of a file, they are read then."""
+    """Holds the checked tensors of a `generate` output, which are copied in slices: those of a file are read then."""
 
     sequences: Tensor
     passes: Sequence[_Pass]
     last: int
     """The last index of `hidden_states`."""
-    logits: Sequence[Tensor | Stored] | None
+    logits: Sequence[Tensor] | None
     mask: Tensor
-    """[b, prompt]: 1 for a token that is not padding."""
+    """[b, prompt]: True for a token that is not padding."""
 
     def first_of(self, sequence: int) -> int:
         """Returns the number of tokens of padding before a sequence."""
@@ -75,25 +71,17 @@ class _Outputs:
         return torch.stack([logits[sequence].detach().cpu() for logits in (self.logits or ())[start:end]])
 
 
-def _shape(stored: Tensor | Stored) -> tuple[int, ...]:
-    """Returns the shape of a tensor, or of one in a file."""
-    return tuple(stored.shape if isinstance(stored, Tensor) else stored.get_shape())
-
-
 def read_generate(
     outputs: object, attention_mask: object, stop_token_ids: "int | Iterable[int] | None", model: CachedLM | None
 ) -> Imported:
-    """Returns the checked output of Hugging Face's `generate`, or of a safetensors file with the same tensors, as an
-    Imported, which reads the states of a file when they are needed.
+    """Returns the output of Hugging Face's `generate`, or of a safetensors file with the same tensors, as an Imported,
+    which reads the states of a file when they are needed. Checks all but the numbers.
 
     attention_mask: [b, prompt] of the call; needed for several sequences, unless the file has one.
     stop_token_ids: tokens that ended a sequence; by default the model's; needed for several sequences without `model`.
-    model: also checks that all states and logits are this model's.
-    Raises: ImportRefused for anything that is not such an output, for a needed argument that is missing, and for states
-    or logits of another model, sequence, pass, layer or token.
+    model: tells what the states are of.
+    Raises: ImportRefused for anything that is not such an output, and for a needed argument that is missing.
     """
-    if model is not None:
-        require_loaded(model, "an import")
     checked = _read(outputs, attention_mask)
     count = len(checked.sequences)
     if stop_token_ids is None:
@@ -111,7 +99,6 @@ def read_generate(
             "final norm"
         )
     generations = _generations(checked, stops, indices)
-    _require_numbers(generations)
     last = model.n_layers - 1 if model is not None else checked.last - 1
     missing = {"seconds": f"{_PROGRAM} does not time its passes"}
     if last not in indices:
@@ -121,8 +108,6 @@ def read_generate(
         )
     if checked.logits is None:
         missing["log-probabilities"] = f"no logits were kept; use {_ASK}: scores are taken after processors"
-    if model is not None:
-        require_states_of(model, generations)
     return Imported(generations, model, _PROGRAM, last + 1, missing, has_steps=True)
 
 
@@ -140,7 +125,7 @@ def _indices(outputs: _Outputs, model: CachedLM | None) -> dict[int, int]:
     if (
         model is None
         or last != model.n_layers
-        or {_shape(states)[-1] for states in kept.values()} != {model.d_model}
+        or {states.shape[-1] for states in kept.values()} != {model.d_model}
         or not bool(((prompt >= 0) & (prompt < model.d_vocab)).all())
     ):
         return entering  # the comparison of all states says what does not fit
@@ -170,16 +155,10 @@ def _generations(outputs: _Outputs, stops: frozenset[int], indices: Mapping[int,
 
     indices: layer -> index of its states in a pass.
     """
-    texts = []
-    for sequence, token_ids in enumerate(outputs.sequences.tolist()):
-        end = outputs.mask.shape[1]
-        generated = token_ids[end:]
-        stop_index = next((index for index, token in enumerate(generated) if token in stops), None)
-        ended = generated[: None if stop_index is None else stop_index + 1]
-        texts.append((token_ids[outputs.first_of(sequence) : end], ended))
+    texts = split_sequences(outputs.sequences, outputs.mask, stops)
     choices, is_first = [list[Choice]() for _ in texts], [list[bool]() for _ in texts]
     for step, stored in enumerate(outputs.logits or ()):
-        logits = stored[:].detach().float().cpu()
+        logits = stored.detach().float().cpu()
         for sequence, (_, generated) in enumerate(texts):
             if step < len(generated):
                 where = f"sequence {sequence}, pass {step}"
@@ -195,8 +174,9 @@ def _generations(outputs: _Outputs, stops: frozenset[int], indices: Mapping[int,
     _refuse_padding([generated for _, generated in texts], is_first)
     return [
         Generation(
-            tuple(prompt),
-            tuple(generated),
+            f"sequence {sequence}",
+            prompt,
+            generated,
             tuple(indices),
             len(prompt) + len(generated) - 1,
             partial(outputs.read, indices, sequence),
@@ -223,14 +203,6 @@ def _refuse_padding(generated: Sequence[Sequence[int]], is_first: Sequence[Seque
                 )
 
 
-def _require_numbers(generations: Sequence[Generation]) -> None:
-    """Raises: ImportRefused if a state of a token is no number; those of padding are not looked at."""
-    for number, one in enumerate(generations):
-        for start in range(0, one.num_rows, _CHECKED_ROWS):
-            for layer, states in one.read(start, min(start + _CHECKED_ROWS, one.num_rows)).items():
-                require_numbers(states, f"sequence {number}: states of layer {layer} at positions from {start}")
-
-
 def _read(outputs: object, attention_mask: object) -> _Outputs:
     """Returns the checked tensors of a `generate` output, or of a safetensors file, as _Outputs."""
     output = _from_file(Path(outputs)) if isinstance(outputs, str | Path) else outputs
@@ -242,8 +214,10 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
     sequences, logits = token_ids_in(torch.as_tensor(sequences).cpu(), "the sequences"), getattr(output, "logits", None)
     if sequences.ndim != 2:
         raise ImportRefused(f"sequences are {tuple(sequences.shape)}; expected [sequences, tokens]; use {_ASK}")
-    passes = [{index: _tensor(one) for index, one in enumerate(of_pass) if one is not None} for of_pass in states]
-    logits = None if logits is None else [_tensor(one) for one in logits]
+    passes = [
+        {index: torch.as_tensor(one) for index, one in enumerate(of_pass) if one is not None} for of_pass in states
+    ]
+    logits = None if logits is None else [torch.as_tensor(one) for one in logits]
     _require_shapes(sequences, passes, logits)
     _refuse_assisted(sequences[0], passes)
     prompt_length = sequences.shape[1] - len(passes)
@@ -253,26 +227,14 @@ def _read(outputs: object, attention_mask: object) -> _Outputs:
         if len(sequences) > 1:
             raise ImportRefused(f"{len(sequences)} sequences: give the attention_mask= that generate was given")
         attention_mask = torch.ones(1, prompt_length, dtype=torch.long)
-    mask = torch.atleast_2d(torch.as_tensor(attention_mask).cpu())[:, :prompt_length].bool().long()
-    if mask.shape != (len(sequences), prompt_length):
-        raise ImportRefused(
-            f"an attention_mask of {tuple(mask.shape)} for prompts of {(len(sequences), prompt_length)}; it needs one "
-            "row for each sequence (repeat_interleave(num_return_sequences))"
-        )
-    if not bool((mask.diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
-        raise ImportRefused("prompts are padded on the right or in between; generate needs padding_side='left'")
+    mask = prompt_mask(attention_mask, sequences, prompt_length, ImportRefused)
     return _Outputs(sequences, passes, len(states[0]) - 1, logits, mask)
 
 
-def _tensor(stored: object) -> Tensor | Stored:
-    """Returns a tensor, also of an array; one in a file as it is."""
-    return stored if isinstance(stored, Stored) and not isinstance(stored, Tensor) else torch.as_tensor(stored)
-
-
-def _require_shapes(sequences: Tensor, passes: Sequence[_Pass], logits: Sequence[Tensor | Stored] | None) -> None:
+def _require_shapes(sequences: Tensor, passes: Sequence[_Pass], logits: Sequence[Tensor] | None) -> None:
     """Checks that the states are of the prompt and then of one token a pass, for each sequence, and that each pass has
     as many states, and its logits. Raises: ImportRefused."""
-    shapes = [{index: _shape(one) for index, one in of_pass.items()} for of_pass in passes]
+    shapes = [{index: tuple(one.shape) for index, one in of_pass.items()} for of_pass in passes]
     lengths = [next((shape[1] for shape in of_pass.values()), 0) for of_pass in shapes]
     new = sequences.shape[1] - lengths[0]
     if lengths[1:] != [1] * (new - 1) or new < 1:
@@ -287,7 +249,7 @@ def _require_shapes(sequences: Tensor, passes: Sequence[_Pass], logits: Sequence
                 f"pass {number} holds states of {[*of_pass.values()]}; expected those of pass 0, of {length} tokens of "
                 f"{len(sequences)} sequences, without beams"
             )
-    if logits is not None and [_shape(one)[:-1] for one in logits] != [(len(sequences),)] * len(passes):
+    if logits is not None and [tuple(one.shape[:-1]) for one in logits] != [(len(sequences),)] * len(passes):
         raise ImportRefused(
             f"logits of {len(logits)} passes were given for {len(passes)} passes over {len(sequences)} sequences; use "
             f"{_ASK}"
@@ -299,7 +261,7 @@ def _refuse_assisted(token_ids: Tensor, passes: Sequence[_Pass]) -> None:
     token, and for the accepted tokens of the first pass takes slices of the prompt. token_ids: of the first sequence.
     """
     states = [of_pass[max(of_pass)] for of_pass in passes]
-    memory = [one.untyped_storage().data_ptr() for one in states if isinstance(one, Tensor)]
+    memory = [one.untyped_storage().data_ptr() for one in states]
     is_cut, prompt_length = len(set(memory)) < len(memory), len(token_ids) - len(passes)
     for slot, of_pass in enumerate(states[1 : prompt_length + 1]):
         if not torch.equal(of_pass[0:1, 0:1], states[0][0:1, slot : slot + 1]):
@@ -320,25 +282,24 @@ def _lengths_text(lengths: Sequence[int]) -> str:
 
 def _from_file(path: Path) -> SimpleNamespace:
     """Opens a safetensors file, and returns its tensors as a SimpleNamespace with the attribute names of a `generate`
-    output. Hidden states and logits are read in slices, when they are asked for."""
+    output. The operating system reads the tensors when they are used, page by page."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        file = safe_open(path, "pt")
-        names = {*file.keys()}
-        small = {name: file.get_tensor(name) for name in ("sequences", "attention_mask") if name in names}
+        with safe_open(path, "pt") as file:
+            held = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{path} cannot be read as safetensors ({error!s:.120})") from error
-    of_passes = [found for key in names if (found := re.fullmatch(r"hidden_states\.(\d{1,9})\.\d{1,9}", key))]
+    of_passes = [found for key in held if (found := re.fullmatch(r"hidden_states\.(\d{1,9})\.\d{1,9}", key))]
     passes = min(1 + max((int(found[1]) for found in of_passes), default=-1), 1 + len(of_passes))  # one is missing then
-    blocks = sum(key.startswith("hidden_states.0.") for key in names)
+    blocks = sum(key.startswith("hidden_states.0.") for key in held)
     required = ["sequences", *(f"hidden_states.{p}.{b}" for p in range(passes) for b in range(blocks))]
-    if missing := [key for key in required if key not in names] or ([] if passes and blocks else ["hidden_states.0.0"]):
+    if missing := [key for key in required if key not in held] or ([] if passes and blocks else ["hidden_states.0.0"]):
         raise ImportRefused(
             f"{path} has no {missing[0]}; expected sequences, hidden_states.PASS.BLOCK and, where they were kept, "
             "logits.PASS and attention_mask"
         )
-    logits = [file.get_slice(key) for p in range(passes) if (key := f"logits.{p}") in names] or None
-    states = [[file.get_slice(f"hidden_states.{p}.{b}") for b in range(blocks)] for p in range(passes)]
-    optional = {name: small.get(name) for name in ("sequences", "attention_mask")}
-    return SimpleNamespace(**optional, hidden_states=states, logits=logits)
+    logits = [held[key] for p in range(passes) if (key := f"logits.{p}") in held] or None
+    states = [[held[f"hidden_states.{p}.{b}"] for b in range(blocks)] for p in range(passes)]
+    mask = held.get("attention_mask")
+    return SimpleNamespace(sequences=held["sequences"], attention_mask=mask, hidden_states=states, logits=logits)

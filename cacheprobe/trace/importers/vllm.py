@@ -16,28 +16,24 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 
+from cacheprobe.core.files import writer_of
 from cacheprobe.core.hook_names import CONVENTION
 from cacheprobe.core.values import listed, whole_number
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.paths import require_loaded
-from cacheprobe.trace.importers.checks import require_states_of
 from cacheprobe.trace.importers.common import (
     Generation,
     Imported,
     ImportRefused,
-    require_numbers,
     token_ids_in,
 )
 
 _PROGRAM = "vLLM"
 _SETTING = "eagle_aux_hidden_state_layer_ids"
 _KEYS = ("hidden_states", "token_ids")
-_CHECKED_ROWS = 4096
-"""Number of tokens of a file whose states are checked at once."""
 SECONDS_TO_WAIT = 60.0
 """Longest wait for a file that vLLM is still writing; vLLM's own loader waits without limit."""
 
@@ -48,19 +44,15 @@ def read_vllm(
     num_prompt_tokens: "int | Iterable[int] | None",
     model: CachedLM | None,
 ) -> Imported:
-    """Returns the checked hidden states that vLLM stored, as an Imported, which reads the states of a file when they
-    are needed.
+    """Returns the hidden states that vLLM stored, as an Imported, which reads the states of a file when they are
+    needed. Checks all but the numbers.
 
     outputs: file paths, a folder, or vLLM's outputs that name files.
 
     layers: the setting eagle_aux_hidden_state_layer_ids; None for files that name their layers.  num_prompt_tokens: of
-    each file, or one number for all; by default all tokens are the prompt's.  model: also checks that the states are
-    this model's.
-    Raises: ImportRefused for files of another layout, for layers or lengths that do not fit the files, and for states
-    of another model, request, layer or token.
+    each file, or one number for all; by default all tokens are the prompt's.  model: that ran, if known.
+    Raises: ImportRefused for files of another layout, and for layers or lengths that do not fit the files.
     """
-    if model is not None:
-        require_loaded(model, "an import")
     ids = _layer_ids(layers) if layers is not None else None
     items = _as_list(outputs)
     lengths: list[int | None] = [
@@ -83,8 +75,6 @@ def read_vllm(
         "seconds": f"{_PROGRAM}'s files hold no times; passes are numbered by token, batches are not known",
     }
     n_layers = model.n_layers if model is not None else max(generations[0].layers) + 1
-    if model is not None:
-        require_states_of(model, generations)
     return Imported(generations, model, _PROGRAM, n_layers, missing, has_steps=False)
 
 
@@ -155,40 +145,19 @@ def _generation_of(
             states = file.get_slice("hidden_states")[start:end]
             return {layer: states[:, index].clone() for layer, index in columns.items()}
 
-    return Generation(tuple(prompt), tuple(generated), tuple(columns), num_rows, read)
+    return Generation(str(path), tuple(prompt), tuple(generated), tuple(columns), num_rows, read)
 
 
-@contextmanager
-def _complete_file(path: Path) -> Iterator[None]:
-    """Waits, as a context manager, until vLLM releases the lock of a file; holds a shared lock in the `with` block.
-    Raises: ImportRefused after SECONDS_TO_WAIT."""
-    try:
-        lock = path.with_name(path.name + ".lock").open("rb")
-    except OSError:
-        yield
-        return
-    with lock:
-        until = time.monotonic() + SECONDS_TO_WAIT
-        while not _try_to_share(lock):
-            if time.monotonic() > until:
-                raise ImportRefused(
-                    f"{path} is still being written after {SECONDS_TO_WAIT:.0f} s (its .lock is held); import it once "
-                    "vLLM is done with it"
-                )
-            time.sleep(0.05)
-        yield
-
-
-def _try_to_share(lock: IO[bytes]) -> bool:
-    """Takes a shared lock on an open .lock file, and returns True; returns False if another process has an exclusive
-    lock."""
-    import fcntl
-
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _wait_for(path: Path) -> None:
+    """Waits until vLLM releases the lock of a file. Raises: ImportRefused after SECONDS_TO_WAIT."""
+    until = time.monotonic() + SECONDS_TO_WAIT
+    while writer_of(path.with_name(path.name + ".lock")):
+        if time.monotonic() > until:
+            raise ImportRefused(
+                f"{path} is still being written after {SECONDS_TO_WAIT:.0f} s (its .lock is held); import it once "
+                "vLLM is done with it"
+            )
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -209,13 +178,14 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _checked(path: Path, ids: Sequence[int] | None) -> tuple[list[int], dict[int, int]]:
     """Returns the token ids of one file, as soon as the file is complete, and layer -> index of its states. Checks the
-    shapes of the file, and that all states are finite. Raises: ImportRefused for another file.
+    shapes of the file. Raises: ImportRefused for another file.
 
     ids: vLLM's layer ids; None if the file's metadata names the layers.
     """
     if path.suffix == ".zst" or (not path.exists() and path.with_name(path.name + ".zst").exists()):
         raise ImportRefused(f"{path} is compressed; unpack it first, with zstd -d")
-    with _complete_file(path), _opened(path) as file:
+    _wait_for(path)
+    with _opened(path) as file:
         states, tokens = (file.get_slice(name) for name in _KEYS)
         shape, count = list(states.get_shape()), list(tokens.get_shape())
         if len(shape) != 3 or len(count) != 1 or shape[0] != count[0]:
@@ -239,8 +209,6 @@ def _checked(path: Path, ids: Sequence[int] | None) -> tuple[list[int], dict[int
             )
         if not shape[0]:
             raise ImportRefused(f"{path} holds no tokens: vLLM was given embeddings instead of a prompt")
-        for start in range(0, shape[0], _CHECKED_ROWS):
-            require_numbers(states[start : start + _CHECKED_ROWS], f"{path}: states at positions from {start}")
         columns = {layer: index for index, layer in enumerate(layers) if layer >= 0}  # vLLM's id 0 is the embedding
         return token_ids_in(tokens[:], f"{path}: token_ids").tolist(), dict(sorted(columns.items()))
 

@@ -10,8 +10,8 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.conversation import stopped_by
 from cacheprobe.tasks import accuracy
-from cacheprobe.trace.recording.part import Source
 from cacheprobe.trace.recording.recorder import Recorder
+from cacheprobe.trace.recording.source import Source
 from cacheprobe.trace.recording.stored_states import missing_readings, read_now
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables
@@ -54,7 +54,7 @@ def trace_of_part(
     Twin: the Trace of the same run in several parts on disk, ==: the tables have the same lines, and the states the
     same bits.
     """
-    texts_of, thoughts = source.token_texts, part.thoughts
+    texts_of, thoughts = source.texts.token_texts, part.thoughts
     built = tables.part_tables(part, tokens, texts_of)
     rows, thought_table, readings, features = built["rows"], None, None, None
     if thoughts:
@@ -68,13 +68,13 @@ def trace_of_part(
     return Trace(
         requests=tuple(requests),
         tokens=tokens,
-        texts={r.request_id: source.decode(tokens[r.request_id], after=r.prompt_token_ids) for r in requests},
+        texts={r.request_id: source.texts.decode(tokens[r.request_id], after=r.prompt_token_ids) for r in requests},
         row_table=rows,
         stored_readings=readings,
         event_table=built["events"],
         token_table=built["tokens"],
         ledger_table=built["ledger"],
-        store=MemoryStore(part.states()),
+        store=MemoryStore(part.states),
         thought_table=thought_table,
         feature_table=features,
         thought_states=thought_states(thoughts) if thoughts else None,
@@ -140,15 +140,10 @@ def meta_after(
 def _thinking(model: CachedLM) -> dict[str, object] | None:
     """Returns a dict of the settings of a Thinking States model that pictures of its thoughts need: l_in, l_out,
     feeds_back and learned_first_state; None for another model."""
+    defaults = {"l_in": None, "l_out": None, "feeds_back": True, "learned_first_state": False}
     config = getattr(model, "config", None)
-    if getattr(config, "l_out", None) is None:
-        return None
-    return {
-        "l_in": getattr(config, "l_in", None),
-        "l_out": getattr(config, "l_out", None),
-        "feeds_back": getattr(config, "feeds_back", True),
-        "learned_first_state": getattr(config, "learned_first_state", False),
-    }
+    settings = {name: getattr(config, name, default) for name, default in defaults.items()}
+    return None if settings["l_out"] is None else settings
 
 
 def _answered(model: CachedLM, request: Request, text: str) -> str:

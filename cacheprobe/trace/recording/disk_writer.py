@@ -10,11 +10,9 @@ the earlier files are on the disk.
 
 import ctypes
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
-from types import TracebackType
+from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
@@ -24,98 +22,22 @@ from torch import Tensor
 from cacheprobe.core.records import Finished, Observer, Request, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.trace.journal import Journal, append_part
-from cacheprobe.trace.places import Recording, saying_why
+from cacheprobe.trace.journal import Journal, append_part, begin_journal, cut_journal, read_journal
+from cacheprobe.trace.places import Recording, free_beside, recording, saying_why
+from cacheprobe.trace.recording.assemble import meta_after
+from cacheprobe.trace.recording.background import Background
 from cacheprobe.trace.recording.lens_reader import Queued
-from cacheprobe.trace.recording.part import Source
+from cacheprobe.trace.recording.observers import Stop
+from cacheprobe.trace.recording.recorder import Recorder
+from cacheprobe.trace.recording.restore import restore_recorder
+from cacheprobe.trace.recording.source import Source
+from cacheprobe.trace.recording.stored_states import read_now
 from cacheprobe.trace.state_store import tensor_key
-from cacheprobe.trace.storage import RunFiles
+from cacheprobe.trace.storage import RunFiles, request_record, write_trace
+from cacheprobe.trace.stored import GrowingRun
 from cacheprobe.trace.tables import build as tables
 from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states
-
-
-class Background:
-    """Runs jobs one after the other, in the order in which they were added. After a job that failed, no job runs.
-
-    Used in a `with` block, whose end waits for the jobs; after Ctrl-C only for the one that runs, and the others are
-    dropped.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._changed = threading.Condition()
-        self._num_left = 0
-        self._is_dropped = False
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def add(self, job: Callable[[], object]) -> None:
-        """Adds a job. Raises: the error of an earlier job, if one has failed already."""
-        self._require_success()
-        if self._thread is None:  # a daemon: a stream that nobody ends does not keep the process alive
-            self._thread = threading.Thread(target=self._work, name="cacheprobe-files", daemon=True)
-            self._thread.start()
-        with self._changed:
-            self._num_left += 1
-        self._jobs.put(job)
-
-    @property
-    def is_idle(self) -> bool:
-        """True if every job has run, or one has failed."""
-        return not self._num_left or self._error is not None
-
-    def wait(self) -> None:
-        """Waits until every job has run. Raises: the error of the first that failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_left)
-        self._require_success()
-
-    def __enter__(self) -> "Background":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _place: TracebackType | None
-    ) -> None:
-        is_own_thread = self._thread is threading.current_thread()  # the garbage collector closes a stream there
-        self._is_dropped |= is_own_thread or (kind is not None and issubclass(kind, KeyboardInterrupt))
-        self._jobs.put(None)
-        pressed = None if is_own_thread else self._wait_for_the_end()
-        if self._error is not None and (kind is None or kind is GeneratorExit):
-            raise self._error
-        if self._error is not None and error is not None and error is not self._error:
-            error.add_note(f"what was recorded was not all written: {self._error}")
-        if pressed is not None and kind is None:
-            raise pressed
-
-    def _wait_for_the_end(self) -> KeyboardInterrupt | None:
-        """Waits until no job runs. Ctrl-C drops the jobs that have not begun, but does not end the waiting: nobody else
-        may write the run before. Returns the exception of Ctrl-C; None if it was not pressed."""
-        pressed = None
-        while True:
-            try:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._num_left)
-                return pressed
-            except KeyboardInterrupt as again:
-                pressed, self._is_dropped = again, True
-
-    def _require_success(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _work(self) -> None:
-        """Takes jobs until there is None."""
-        while (job := self._jobs.get()) is not None:
-            if self._error is None and not self._is_dropped:
-                try:
-                    job()
-                except BaseException as error:
-                    self._error = error
-            del job  # with the tensors of its part
-            with self._changed:
-                self._num_left -= 1
-                self._changed.notify_all()
-
+from cacheprobe.trace.trace import Trace, load_trace, trace_of
 
 PART_BYTES = 2**26
 """Most bytes that the recorder holds before a part is written, by default: 64 MiB."""
@@ -132,51 +54,142 @@ def part_bytes_of(budget: int) -> int:
 
 
 class DiskWriter(Observer):
-    """Writes the parts of one run. Must receive the events of the run after its recorder."""
+    """Writes one run, or an import, part by part. Must receive the events of the run after its recorder."""
+
+    recorder: Source
+    requests: Sequence[Request]
+    finished_in: Path | None = None
+    """Directory of the finished run; None before."""
 
     def __init__(
         self,
-        recorder: Source,
         place: Recording,
         part_bytes: int,
-        journal: Journal,
-        requests: Sequence[Request],
         background: Background,
+        journal: Journal | None = None,
+        stop: Stop | None = None,
     ) -> None:
-        """Prepares a writer for the run of `recorder`, into the directory of `place`.
+        """Prepares a writer into the directory of `place`, whose run begins with `begin` or `begin_new`.
 
-        part_bytes: see `part_bytes_of`.  journal: the run's journal so far.  requests: all of the run.  background:
-        runs the writer's jobs alone.
+        part_bytes: see `part_bytes_of`.  background: runs the writer's jobs alone.  journal: of the part of the run
+        that is there already.  stop: says whether Ctrl-C stopped the run; None for a run that Ctrl-C does not stop.
         """
-        self.recorder, self.place, self.part_bytes, self.requests = recorder, place, part_bytes, requests
-        self._background = background
+        self.place, self.part_bytes, self._background = place, part_bytes, background
+        self._journal, self._stop = journal, stop
         self._files = RunFiles.of(place)
         """Used by the background's jobs alone."""
-        self._number = journal.next_number
-        self._tokens, self._texts = journal.tokens, journal.texts
         self._is_due = self._is_late = False
         """Whether there are files that the journal does not name yet, and whether the recorder was full again since."""
         self._labelled: list[list[object]] = []
         self._committed: dict[int, list[int]] = {}
-        self._roles: dict[int, list[str]] = {}
         self._finished: dict[int, Finished] = {}
-        self._num_masses = len(recorder.answer_mass)
-        self._seen_tokens = set(journal.token_texts)
         self._new_tokens: set[int] = set()
+        self._began = self._last = time.monotonic()
+
+    # -- from the first pass to the manifest
+
+    def begin(
+        self, recorder: Recorder, requests: Sequence[Request], states: Sequence[SequenceState], meta: JsonDict
+    ) -> None:
+        """Begins to write a run, or to go on where its journal ends.
+
+        meta: metadata of the run that is known before its first pass.  states: of all requests, restored if it goes on.
+        """
+        journal = self._journal
+        if journal is None:
+            sites, heads = list(recorder.config.state_sites), list(recorder.config.heads)
+            layers = sorted(recorder.layers) if sites or heads else []
+            self.begin_new(recorder, requests, meta, {"sites": sites, "heads": heads, "layers": layers})
+            return
+        with saying_why(self.place.directory):
+            cut_journal(journal)
+            named = {*journal.files.sizes, journal.waiting["name"] if journal.waiting else ""}
+            for path in journal.directory.glob(f"*-{journal.run_id}-*"):
+                if path.name not in named:  # a kill came before the journal's line was written
+                    path.unlink()
+        restore_recorder(recorder, states, journal)
+        self._go_on(recorder, requests, journal)
+
+    def begin_new(
+        self, source: Source, requests: Sequence[Request], meta: JsonDict, sites: Mapping[str, Sequence[object]]
+    ) -> None:
+        """Begins the journal of a run or of an import.
+
+        meta: metadata that is known before the first pass.  sites: the lists `sites`, `heads` and `layers`.
+        """
+        directory = self.place.directory
+        records = [request_record(request) for request in requests]
+        started = [request.request_id for request in requests if request.cached is not None]
+        content = {"run_id": self.place.run_id, "requests": records, "meta": meta, "from_snapshots": started}
+        with saying_why(directory):
+            begin_journal(directory, {**content, **sites})
+        self._go_on(source, requests, _journal_in(directory))
+
+    def _go_on(self, source: Source, requests: Sequence[Request], journal: Journal) -> None:
+        """Takes what the journal has so far."""
+        self.recorder, self.requests = source, requests
+        self._number = journal.next_number
+        self._tokens, self._texts = journal.tokens, journal.texts
+        self._num_masses = len(source.answer_mass)
+        self._seen_tokens = set(journal.token_texts)
         self._has_states = bool(journal.files.names("states", "safetensors"))
         self.step = journal.last_step
         """Number of the newest step, which the next line of the journal names."""
         self._waiting = journal.waiting["name"] if journal.waiting else None
         """Name of the file of waiting rows that the newest line of the journal names; None without one."""
-        self._began = self._last = time.monotonic()
+
+    def trace(self, states: Sequence[SequenceState], before: JsonDict, meta: JsonDict) -> Trace:
+        """Finishes a run, and returns its Trace, whose states are read at their first use.
+
+        before: from `meta_before`.  meta: the run's "errors" and "missing".
+        Twin: `assemble.assemble`, ==: the tables have the same lines, and the states the same bits.
+        """
+        recorder = self.recorder
+        assert isinstance(recorder, Recorder)
+        if recorder.reader is not None:
+            recorder.reader.require_ended()
+        self.end_round(states, is_last=True)
+        self.wait()
+        journal = _journal_in(self.place.directory)
+        has_readings = bool(journal.files.names("readings"))
+        after = meta_after(recorder, self.requests, journal.texts, has_readings, meta)
+        thinking = before["thinking"] if journal.files.names("thoughts") else None
+        trace = load_trace(self.finish({**before, "thinking": thinking, **after}), recorder.model)
+        trace.reading_later = read_now if trace.is_unread else None
+        return trace
+
+    def finish(self, meta: JsonDict) -> Path:
+        """Writes one table of each kind, and the manifest; returns the directory of the run. Call it after `wait`.
+        meta: of the whole run.
+
+        If Ctrl-C stopped a run that was to replace a finished one, the finished run stays, and the stopped one gets a
+        directory beside it; see `places.free_beside`.
+        """
+        run, place = GrowingRun(_journal_in(self.place.directory)), self.place
+        trace = trace_of(run, None)
+        trace.meta = meta
+
+        def finish_in(where: Recording) -> None:
+            """Writes the whole run, and deletes what it does not need."""
+            pieces = run.reading_pieces()
+            where.finish(lambda: write_trace(trace, RunFiles.of(where), pieces, keeps_shards=True))
+
+        if self._stop is not None and self._stop.was_pressed and place.replaces_a_run:
+            self.finished_in = free_beside(place.directory)
+            with recording(self.finished_in, place.run_id, is_kept=False) as beside:
+                finish_in(beside)
+            place.drop()
+        else:
+            finish_in(place)
+            self.finished_in = place.directory
+        return self.finished_in
 
     # -- events
 
     def on_commit(self, request_id: int, step: int, start: int, token_ids: Sequence[int], roles: Sequence[str]) -> None:
-        """Keeps committed tokens and their roles for the journal."""
+        """Keeps committed tokens for the journal."""
         self._committed.setdefault(request_id, []).extend(token_ids)
         self._tokens[request_id].extend(token_ids)
-        self._roles.setdefault(request_id, []).extend(roles)
 
     def on_finish(self, finished: Finished) -> None:
         """Keeps how a request ended for the journal."""
@@ -207,7 +220,7 @@ class DiskWriter(Observer):
         name = self._waiting
         self._in_background(lambda: self._append(part, name, waiting, earlier))
         self._last = time.monotonic()
-        self._labelled, self._committed, self._roles, self._finished = [], {}, {}, {}
+        self._labelled, self._committed, self._finished = [], {}, {}
         self._is_due = self._is_late = False
         self._seen_tokens |= self._new_tokens
         self._new_tokens = set()
@@ -232,8 +245,8 @@ class DiskWriter(Observer):
     def _write(self) -> None:
         """Takes what the recorder holds, and lets it be written as files that the journal does not name yet."""
         self.wait()
-        part, texts_of = self.recorder.take(), self.recorder.token_texts
-        self._labelled += [[number, row.role, row.status, row.state_index] for number, row in part.labelled]
+        part, texts_of = self.recorder.take(), self.recorder.texts.token_texts
+        self._labelled += [[row.row, row.role, row.status, row.state_index] for row in part.labelled]
         written: dict[str, pd.DataFrame | pa.Table] = {**tables.part_tables(part, self._committed, texts_of)}
         self._new_tokens |= {*written.pop("tokens")["token_id"].tolist()} - self._seen_tokens
         if part.features is not None:
@@ -248,14 +261,10 @@ class DiskWriter(Observer):
             lines = thought_lines(part.thoughts, self.requests, self.recorder.model)
             self._write_table("thoughts", lines, "thoughts of a part")
             logits = first_logits(part.thoughts)
-            thoughts = {"states": thought_states(part.thoughts), "first_logits": logits}
-            self._write_tensors("thoughts", lambda: thoughts)
-        # a run that keeps no row has a file of states too, with empty tensors
-        if part.num_states or (part.num_states == 0 and not self._has_states):
-            join = part.states
-            self._write_tensors(
-                "states", lambda: {tensor_key(*at): states.contiguous() for at, states in join().items()}
-            )
+            self._write_tensors("thoughts", {"states": thought_states(part.thoughts), "first_logits": logits})
+        has_rows = any(len(states) for states in part.states.values())
+        if has_rows or (part.states and not self._has_states):  # a run that keeps no row has a file of states too
+            self._write_tensors("states", {tensor_key(*at): one.contiguous() for at, one in part.states.items()})
             self._has_states = True
         self._number += 1
 
@@ -269,9 +278,9 @@ class DiskWriter(Observer):
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
         self._in_background(lambda: self._files.write_table(name, [table], schema))
 
-    def _write_tensors(self, kind: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+    def _write_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
         name = f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors"
-        self._in_background(lambda: self._files.write_tensors(name, tensors()))
+        self._in_background(lambda: self._files.write_tensors(name, tensors))
 
     def _part(self, errors: Mapping[str, str]) -> JsonDict:
         """Returns the line of the journal for what was taken since the last one, without the checksums of its files and
@@ -287,9 +296,8 @@ class DiskWriter(Observer):
             "next_number": self._number,
             "labelled": self._labelled,
             "committed": _by_text(self._committed),
-            "roles": _by_text(self._roles),
             "texts": _by_text(texts),
-            "token_texts": list(zip(new, recorder.token_texts(new), strict=True)),
+            "token_texts": list(zip(new, recorder.texts.token_texts(new), strict=True)),
             "finish": _by_text({number: finished.reason for number, finished in self._finished.items()}),
             "errors": dict(errors),
             "answer_mass": _by_text(masses),
@@ -300,7 +308,7 @@ class DiskWriter(Observer):
         """Returns (number of characters of the request's earlier text that stay, the text after them). A new token may
         change an incomplete character before it."""
         prompt = self.requests[request_id].prompt_token_ids
-        earlier, now = self._texts[request_id], self.recorder.decode(self._tokens[request_id], after=prompt)
+        earlier, now = self._texts[request_id], self.recorder.texts.decode(self._tokens[request_id], after=prompt)
         self._texts[request_id] = now
         pairs = () if now.startswith(earlier) else zip(earlier, now, strict=False)
         shorter = min(len(earlier), len(now))
@@ -346,3 +354,9 @@ def _return_freed_memory() -> None:
 def _by_text(values: Mapping[int, object]) -> JsonDict:
     """Returns the dict with request ids as texts, as JSON has them."""
     return {str(request_id): value for request_id, value in values.items()}
+
+
+def _journal_in(directory: Path) -> Journal:
+    journal = read_journal(directory)
+    assert journal is not None
+    return journal

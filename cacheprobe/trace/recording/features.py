@@ -1,8 +1,7 @@
 """Records the largest features of each kept row during a run, so that the states themselves need not be kept."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -14,8 +13,7 @@ from cacheprobe.core.hook_names import SITES
 from cacheprobe.core.tokens import is_special, special_token_ids
 from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
 from cacheprobe.models.base import CachedLM
-from cacheprobe.trace.tables.build import RowRecord
-from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.build import RowRecord, active_features
 
 
 def recorded_dictionary(capture: CaptureConfig, model: CachedLM) -> Dictionary | None:
@@ -38,29 +36,15 @@ def recorded_dictionary(capture: CaptureConfig, model: CachedLM) -> Dictionary |
     return dictionary
 
 
-class FoundFeatures(NamedTuple):
-    """Holds the largest features of n rows of a pass."""
-
-    rows: list[RowRecord]
-    features: Tensor
-    """[n, k]"""
-    activations: Tensor
-    """[n, k]"""
-
-
-@dataclass
+@dataclass(frozen=True)
 class FeatureRecorder:
-    """Collects the largest features of the rows of a run, k of each row."""
+    """Finds the largest features of the rows of a run, k of each row."""
 
     dictionary: Dictionary
     count: int
     """k: largest number of features of a row."""
     special: tuple[int, ...] | None
     """Ids of special tokens, whose rows are left out as those of the first position are; None to leave out none."""
-    _found: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
-    """For each pass: row numbers, features [n, k] and activations [n, k]."""
-    _of_prompts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By number of a prompt's row: its features [k] and activations [k], for requests with the same prompt."""
 
     @classmethod
     def of(cls, capture: CaptureConfig, model: CachedLM) -> "FeatureRecorder | None":
@@ -80,41 +64,25 @@ class FeatureRecorder:
         return place
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the features recorded so far."""
-        return sum(features.nbytes + sizes.nbytes for _, features, sizes in self._found)
+    def row_bytes(self) -> int:
+        """Bytes of the features of a row."""
+        return 12 * self.count
 
     def records(self, position: int, token_id: int) -> bool:
         """Returns whether the features of this token at this position are recorded."""
         return self.special is None or not is_special(position, token_id, self.special)
 
-    def find(self, rows: Sequence[RowRecord], states: Tensor) -> FoundFeatures:
-        """Encodes the states [n, m] of rows, and returns the largest features of those that are recorded."""
+    def find(self, rows: Sequence[RowRecord], states: Tensor) -> None:
+        """Encodes the states [n, m] of rows, and sets the largest features of those that are recorded."""
         chosen = [i for i, row in enumerate(rows) if self.records(row.position, row.token_id)]
-        return FoundFeatures([rows[i] for i in chosen], *self.dictionary.top(states[chosen], self.count))
+        for i, features, activations in zip(chosen, *self.dictionary.top(states[chosen], self.count), strict=True):
+            rows[i].features = features, activations
 
-    def add(self, numbers: Mapping[int, int], found: FoundFeatures | None) -> None:
-        """Keeps features, if there are some. numbers: by `id` of a row, its number."""
-        if found is None:
-            return
-        of_rows = [numbers[id(row)] for row in found.rows]
-        self._found.append((of_rows, found.features, found.activations))
-        for place, (number, row) in enumerate(zip(of_rows, found.rows, strict=True)):
-            if row.role == "prompt":
-                self._of_prompts[number] = found.features[place], found.activations[place]
-
-    def copy(self, row_number: int, source: int) -> None:
-        """Gives a row the features of a row of another request, whose stored state it shares, if it has some."""
-        if (of_row := self._of_prompts.get(source)) is not None:
-            self._found.append(([row_number], of_row[0][None], of_row[1][None]))
-
-    def take(self) -> pd.DataFrame:
-        """Returns the features recorded since the last call, and forgets them: a DataFrame with one line for each
-        active feature of a row, of its row, rank, feature and activation."""
-        found, self._found = self._found, []
-        row = np.array([number for part, _, _ in found for number in part], dtype=np.int64)
-        features = torch.cat([torch.empty(0, self.count, dtype=torch.long), *(part for _, part, _ in found)]).numpy()
-        activations = torch.cat([torch.empty(0, self.count), *(part for _, _, part in found)]).numpy()
-        line, rank = np.nonzero(features >= 0)
-        columns = {"row": row[line], "rank": rank, "feature": features[line, rank]}
-        return typed(pd.DataFrame({**columns, "activation": activations[line, rank]}), "features")
+    def table(self, rows: Sequence[RowRecord]) -> pd.DataFrame:
+        """Returns the features of rows: a DataFrame with one line for each active feature of a row, of its row, rank,
+        feature and activation."""
+        found = [(row.row, *row.features) for row in rows if row.features is not None]
+        numbers = np.array([number for number, _, _ in found], dtype=np.int64)
+        features = torch.stack([torch.empty(self.count, dtype=torch.long), *(one for _, one, _ in found)])
+        activations = torch.stack([torch.empty(self.count), *(one for _, _, one in found)])
+        return active_features(numbers, features[1:], activations[1:])

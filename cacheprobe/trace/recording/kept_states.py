@@ -1,8 +1,7 @@
 """Decides which rows of a pass keep their states, and collects these states: of draft tokens until their verdict."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 
 import torch
@@ -96,10 +95,10 @@ class PassStates:
         self.heads[site, layer] = encode(kept) if self.is_int8 and site not in _EXACT else kept
 
     def finish(self, rows: list[RowRecord]) -> None:
-        """Sets the rows after the pass, and rounds their states to int8 if they are to be."""
+        """Sets the rows after the pass. Moves their states to the CPU, rounded to int8 if they are to be."""
         self.rows = rows
-        if self.is_int8:
-            self.states = {site: encode(block) for site, block in self.states.items()}
+        states = {site: block.cpu() for site, block in self.states.items()}
+        self.states = {site: encode(block) for site, block in states.items()} if self.is_int8 else states
 
     def part(self, chosen: Sequence[int]) -> "PassStates":
         """Returns a copy of the states of the rows at these indices."""
@@ -145,31 +144,25 @@ class KeptStates:
         """Bytes of the states that the next call of `take` takes."""
         return sum(one.num_bytes for one in self._passes)
 
-    def open(self, index: Tensor, positions: Sequence[int], width: int) -> PassStates:
+    def open(self, index: Tensor, positions: Sequence[int], width: int, device: torch.device) -> PassStates:
         """Returns a new PassStates for the pass that begins, with the tensors that receive its states.
 
         index: batch index x width of the pass + slot of each kept row, ascending.  positions: absolute positions of
-        these rows.  width: of the model.
+        these rows.  width: of the model.  device: of the tensors until the pass ends.
         """
         size = (len(self.layer_index), len(index), width)
-        states = {site: torch.full(size, torch.nan, dtype=self.dtype) for site in self.config.state_sites}
+        sites = self.config.state_sites
+        states = {site: torch.full(size, torch.nan, dtype=self.dtype, device=device) for site in sites}
         return PassStates(self.dtype, index, torch.tensor(positions, device=index.device), states, self.is_int8)
 
-    def take(self) -> tuple[int | None, Callable[[], dict[tuple[str, int], Tensor]]]:
-        """Takes the states appended since the last call. Returns (the number of their rows, None for a run that
-        captures none; a function, to be called once, in any thread but in the order of the calls of `take`, that joins
-        them to a dict (site, layer) -> states)."""
-        passes, self._passes = self._passes, []
-        is_captured = bool(self.config.state_sites or self.config.heads)
-        return sum(len(one.rows) for one in passes) if is_captured else None, partial(self._joined, passes)
-
-    def _joined(self, passes: list[PassStates]) -> dict[tuple[str, int], Tensor]:
-        """Returns a dict (site, layer) -> the states of all passes, joined: [n, m]; of heads [n, h, d]; a pattern as
-        one flat tensor. Frees those of the passes.
+    def take(self) -> dict[tuple[str, int], Tensor]:
+        """Returns the states appended since the last call, and forgets them: a dict (site, layer) -> [n, m]; of heads
+        [n, h, d]; a pattern as one flat tensor; {} for a run that captures none.
 
         Rows of a pass that ended before the layer are NaN; if no pass has reached the layer yet, the tensor of its
         heads is empty. Routing of a layer without experts is NaN, and so is the recurrent state of a layer without one.
         """
+        passes, self._passes = self._passes, []
         joined: dict[tuple[str, int], Tensor] = {}
         for site in self.config.state_sites:
             blocks = [one.states.pop(site) for one in passes]

@@ -24,8 +24,6 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bits, bitwise
 from cacheprobe.ops.readout import Readout, read_logits
 
-_RESIDUAL = "to_residual"
-
 LENS_TILE = 480
 """Number of state vectors in a tile, which one unembedding product reads: 16 tokens of 30 layers. A large tile pays
 if the weights must first be converted to another dtype."""
@@ -311,13 +309,9 @@ def _same_states(pairs: Sequence[tuple[Queued, Queued]]) -> tuple[Tensor, ...]:
 
 def _residual_of(lens: Lens) -> "Callable[[Tensor, Tensor], Tensor] | None":
     """Returns the lens's `to_residual`, which maps states and layers to residual streams whose `read_out` are its
-    logits; None without one, and for a lens with `logits` of its own: only cacheprobe's lenses promise this."""
-    of_residual, of_logits = (
-        next((owner for owner in type(lens).__mro__ if name in vars(owner)), object) for name in (_RESIDUAL, "logits")
-    )
-    is_ours = of_residual is of_logits and of_logits.__module__.startswith("cacheprobe.lenses.")
-    has_own_logits = hasattr(lens, "__dict__") and "logits" in vars(lens)
-    return getattr(lens, _RESIDUAL) if is_ours and not has_own_logits else None
+    logits; None without one, and for a user's lens: only cacheprobe's promise this."""
+    is_ours = type(lens).__module__.startswith("cacheprobe.lenses.") and "logits" not in getattr(lens, "__dict__", {})
+    return getattr(lens, "to_residual", None) if is_ours else None
 
 
 def _described(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Defines observers of a run: Tee forwards its events, StepLog keeps them, ProgressBar counts tokens. Also handles
+"""Defines observers of a run: Tee forwards its events, ProgressBar counts tokens. Also handles
 Ctrl-C: asks the requests to end; `cp.run` then raises Interrupted, which holds the Trace."""
 
 import signal
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from cacheprobe.core.records import Finished, Observer, StepRecord
+from cacheprobe.core.records import Observer
 from cacheprobe.core.terminal import Progress
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.trace.trace import Trace
@@ -36,27 +36,6 @@ def _all(calls: Sequence[Callable[..., None]]) -> Callable[..., None]:
             call(*args)
 
     return each
-
-
-class StepLog(Observer):
-    """Keeps a run's step records, how each request ended, and the preemptions; keeps no tensors."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.finished: dict[int, Finished] = {}
-        self.preemptions: list[tuple[int, int]] = []
-
-    def on_step(self, record: StepRecord) -> None:
-        """Appends the step's record to `steps`."""
-        self.steps.append(record)
-
-    def on_finish(self, finished: Finished) -> None:
-        """Stores how a request ended in `finished`, by request id."""
-        self.finished[finished.request_id] = finished
-
-    def on_preempt(self, request_id: int, step: int) -> None:
-        """Appends (request_id, step) to `preemptions`."""
-        self.preemptions.append((request_id, step))
 
 
 class ProgressBar(Progress, Observer):

@@ -21,10 +21,10 @@ from cacheprobe.models.experts import head_places
 from cacheprobe.ops.kernel_set import DTYPES, KernelSet
 from cacheprobe.trace import self_checks as checks
 from cacheprobe.trace.recording.features import FeatureRecorder
-from cacheprobe.trace.recording.kept_states import KeptStates, is_kept, status_of
+from cacheprobe.trace.recording.kept_states import KeptStates, PassStates, is_kept, status_of
 from cacheprobe.trace.recording.lens_reader import LensReader, Queued
-from cacheprobe.trace.recording.part import PassRows, Unconfirmed
 from cacheprobe.trace.recording.pass_capture import PassCapture
+from cacheprobe.trace.recording.source import Source
 from cacheprobe.trace.tables.build import LedgerChange, Part, RowRecord
 
 CHECK_EVERY = 16
@@ -36,7 +36,19 @@ _ROW_BYTES, _READING_BYTES = 600, 44
 
 
 @dataclass
-class Recorder(Observer):
+class Unconfirmed:
+    """Holds what was recorded since the rows were last confirmed: at each commit and at the end of each step. If a pass
+    fails before, all of it is discarded."""
+
+    rows: list[RowRecord] = field(default_factory=list)
+    states: list[PassStates] = field(default_factory=list)
+    thoughts: list[Thought] = field(default_factory=list)
+    masses: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """New entries of `Recorder.answer_mass`."""
+
+
+@dataclass
+class Recorder(Observer, Source):
     """Collects during a run what its Trace is built from: rows with their status, states, lens readings and events."""
 
     model: CachedLM
@@ -65,6 +77,7 @@ class Recorder(Observer):
     """One text for each of these passes whose two computations differed."""
 
     def __post_init__(self) -> None:
+        self.texts = self.model
         self.kept = KeptStates(self.config, self.layers, self.model.dtype)
         self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
         self.features = FeatureRecorder.of(self.config, self.model)
@@ -76,23 +89,15 @@ class Recorder(Observer):
         self._roles: dict[int, dict[int, str]] = roles
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
         self._unconfirmed = Unconfirmed()
-        self._undecided_reads: list[tuple[RowRecord, Queued]] = []
-        """Rows without a status and their states, which the lens reads only if the status is one to keep."""
-        self._late: list[tuple[int, RowRecord]] = []
-        """Rows without a status, with their numbers, that `take` has returned."""
-        self._prompt_rows: dict[int, list[tuple[int, RowRecord]]] = {}
-        """By request id: (number in the rows table, row) of the prompt's committed rows, for requests with the same
-        prompt."""
-        self._prompt_reads: dict[int, dict[int, Queued]] = {}
-        """By request id and number of the row: what the lens reads of the prompt."""
+        self._unread: list[RowRecord] = []
+        """Rows without a status, which the lens reads only if the status is one to keep."""
+        self._late: list[RowRecord] = []
+        """Rows without a status that `take` has returned."""
+        self._prompt_rows: dict[int, list[RowRecord]] = {}
+        """By request id: the prompt's committed rows, for requests with the same prompt."""
         self._prompt_thoughts: dict[int, list[Thought]] = {}
         self._seen_phases: set[str] = set()
         self._now: PassCapture | None = None
-        self._layers_below = [
-            torch.tensor([layer for layer in self.layers if layer < ran], dtype=torch.long)
-            for ran in range(self.model.n_layers + 1)
-        ]
-        """By number of layers that ran: the kept ones among them."""
 
     def wanted(self) -> list[tuple[str, int]]:
         """Returns the list of (site, layer) hooks that the run needs; [] if it keeps only tokens and events.
@@ -110,8 +115,8 @@ class Recorder(Observer):
         """Estimated bytes of what the next call of `take` returns."""
         readings = 0 if self.reader is None else self.reader.num_held * (_READING_BYTES + 12 * self.config.top_k)
         thoughts = sum(thought.state.nbytes + thought.first_logits.nbytes for thought in self.thoughts)
-        features = 0 if self.features is None else self.features.num_bytes
-        return self.kept.num_bytes + features + readings + thoughts + len(self.rows) * _ROW_BYTES
+        row_bytes = _ROW_BYTES + (0 if self.features is None else self.features.row_bytes)
+        return self.kept.num_bytes + readings + thoughts + len(self.rows) * row_bytes
 
     def so_far(self) -> JsonDict:
         """Returns what a line of the journal says of the whole run so far. Its lists are copies."""
@@ -124,27 +129,18 @@ class Recorder(Observer):
             "checks": checks,
         }
 
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token id."""
-        return self.model.token_texts(token_ids)
-
-    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """Returns the joint text of token ids, as it stands after the tokens `after`."""
-        return self.model.decode(token_ids, after)
-
     def take(self) -> Part:
         """Returns what was recorded since the last call, and forgets it. Call it after `on_step` and before the next
         pass, so that no row is unconfirmed; or after `on_finish` of the last request."""
-        assert not self._unconfirmed.passes, "a pass is not confirmed yet"
+        assert not self._unconfirmed.rows, "a pass is not confirmed yet"
         self._apply_statuses()
-        first, rows, self.rows = self.num_taken, self.rows, []
-        labelled = [(number, row) for number, row in self._late if row.role]
-        self._late = [(number, row) for number, row in self._late if not row.role]
-        self._late += [(number, row) for number, row in enumerate(rows, first) if not row.role]
+        rows, self.rows = self.rows, []
+        labelled = [row for row in self._late if row.role]
+        self._late = [row for row in (*self._late, *rows) if not row.role]
         self.num_taken += len(rows)
         columns = self.reader.take() if self.reader is not None else {}
-        found = None if self.features is None else self.features.take()
-        part = Part(first, rows, labelled, *self.kept.take(), columns, self.steps, self.ledger, self.thoughts, found)
+        found = None if self.features is None else self.features.table(rows)
+        part = Part(rows, labelled, self.kept.take(), columns, self.steps, self.ledger, self.thoughts, found)
         self.steps, self.ledger, self.thoughts = [], [], []
         return part
 
@@ -160,12 +156,13 @@ class Recorder(Observer):
             wanted and self.config.reads_row(row.position, length)
             for row, wanted, length in zip(rows, kept, lengths, strict=True)
         ]
-        now = self._now = PassCapture.of(rows, shape[1], kept, reads, self.kept.layer_index, device)
+        now = self._now = PassCapture(rows, shape[1], kept, reads, self.kept.layer_index, device)
         now.pack = self._pack
         now.feature_place = self.features.place if self.features is not None and any(kept) else None
         if any(kept):
             positions = [row.position for row, wanted in zip(rows, kept, strict=True) if wanted]
-            now.open_states(self.kept.open(now.keep_index, positions, width), device)
+            is_on_cpu = self._pack is None  # a kernel writes to its own device, from which all is copied at once
+            now.states = self.kept.open(now.keep_index, positions, width, torch.device("cpu") if is_on_cpu else device)
         if any(reads):
             size = (len(self.layers), len(now.lens_index), width)
             now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
@@ -176,7 +173,7 @@ class Recorder(Observer):
     def on_state(self, site: str, layer: int, value: Tensor) -> None:
         """Copies a hook's tensor into the PassCapture; without one, ignores it."""
         if self._now is not None:
-            self._now.take(site, layer, value, self.model.device)
+            self._now.take(site, layer, value)
 
     def after_forward(self, record: ForwardRecord) -> None:
         """Adds a RowRecord for each row of the pass (pads have none), collects states for the lens, and self-checks
@@ -187,42 +184,44 @@ class Recorder(Observer):
         ran = self.model.n_layers if record.num_layers is None else record.num_layers
         now, self._now = self._now, None
         assert now is not None
-        recorded, lens_column = PassRows(states=now.finish()), 0
-        for index, (slot, is_read) in enumerate(zip(record.rows, now.lens_rows, strict=True)):
+        layers = torch.tensor([layer for layer in self.layers if layer < ran], dtype=torch.long)
+        rows, lens_column = [], 0
+        for slot, is_read in zip(record.rows, now.lens_rows, strict=True):
             row = RowRecord(slot.request_id, record.step, record.phase, slot.position, slot.token_id, ran)
             if slot.is_draft:
                 self._undecided[slot.request_id].append(row)
             else:
                 self._label_row(row, self._roles[slot.request_id][slot.position], status_of(slot))
-            recorded.rows.append(row)
             if is_read:
                 assert now.lens_block is not None
-                recorded.reads[index] = self._queued(row, now.lens_block[:, lens_column])
+                row.reading = self._queued(row, now.lens_block[:, lens_column], layers)
                 lens_column += 1
-        kept_rows = [row for row, wanted in zip(recorded.rows, now.kept, strict=True) if wanted]
-        if recorded.states is not None:
-            recorded.states.finish(kept_rows)
+            rows.append(row)
+        kept_rows = [row for row, wanted in zip(rows, now.kept, strict=True) if wanted]
+        if now.states is not None:
+            now.states.finish(kept_rows)
+            self._unconfirmed.states.append(now.states)
         if self.features is not None and now.feature_states is not None:
-            recorded.features = self.features.find(kept_rows, now.feature_states)
-        self._unconfirmed.passes.append(recorded)
+            self.features.find(kept_rows, now.feature_states)
+        self._unconfirmed.rows += rows
         if now.watched is not None:
             self._check(record, now, now.watched, ran)
 
-    def _queued(self, row: RowRecord, states: Tensor) -> Queued:
-        """Returns what the lens is to read of a row, from its states [layers, m] of the kept layers."""
-        layers = self._layers_below[row.num_layers]
+    def _queued(self, row: RowRecord, states: Tensor, layers: Tensor) -> Queued:
+        """Returns what the lens is to read of a row, from its states [layers, m] of the kept layers. layers: those of
+        them that ran, the first ones."""
         kept = states[: len(layers)].clone()
         return Queued(-1, row.position, kept, layers, request_id=row.request_id, step=row.step)
 
-    def _queue_reading(self, row: RowRecord, queued: Queued) -> None:
+    def _queue_reading(self, queued: Queued) -> None:
         """Passes a confirmed row to the lens reader, with the prompt's next token, if there is one, as the target."""
         assert self.reader is not None
-        prompt = self.prompts[row.request_id]
-        if row.position + 1 < len(prompt):
-            queued.target = prompt[row.position + 1]
+        prompt = self.prompts[queued.request_id]
+        if queued.position + 1 < len(prompt):
+            queued.target = prompt[queued.position + 1]
             self.reader.queue_resolved(queued)
         else:
-            self.reader.queue(row.request_id, queued)
+            self.reader.queue(queued.request_id, queued)
 
     def _check(
         self, record: ForwardRecord, now: PassCapture, watched: Mapping[tuple[str, int], Tensor], ran: int
@@ -244,20 +243,16 @@ class Recorder(Observer):
         """Moves what was recorded since the last confirmation into the run's lists: rows, states, features, readings,
         thoughts. `on_failure` can no longer discard it."""
         confirmed, self._unconfirmed = self._unconfirmed, Unconfirmed()
-        for recorded in confirmed.passes:
-            first = self.num_taken + len(self.rows)
-            self.rows += recorded.rows
-            if recorded.states is not None:
-                self.kept.add(recorded.states)
-            if self.features is not None:
-                numbers = {id(row): number for number, row in enumerate(recorded.rows, first)}
-                self.features.add(numbers, recorded.features)
-                for index, source in recorded.copied.items():
-                    self.features.copy(first + index, source)
-            for index, queued in recorded.reads.items():
-                queued.row = first + index
-                self._undecided_reads.append((recorded.rows[index], queued))
-            self._keep_prompts(recorded, first)
+        for number, row in enumerate(confirmed.rows, self.num_taken + len(self.rows)):
+            row.row = number
+            if row.reading is not None:
+                row.reading.row = number
+                self._unread.append(row)
+            if row.role == "prompt" and row.status == "committed":
+                self._prompt_rows.setdefault(row.request_id, []).append(row)
+        self.rows += confirmed.rows
+        for states in confirmed.states:
+            self.kept.add(states)
         for thought in confirmed.thoughts:
             if thought.end < len(self.prompts[thought.request_id]):
                 self._prompt_thoughts.setdefault(thought.request_id, []).append(thought)
@@ -265,31 +260,23 @@ class Recorder(Observer):
         self.answer_mass |= confirmed.masses
         self._apply_statuses()
 
-    def _keep_prompts(self, recorded: PassRows, first: int) -> None:
-        """Keeps the prompt's rows and what the lens reads of them, for requests with the same prompt. first: number of
-        the pass's first row."""
-        for number, row in enumerate(recorded.rows, first):
-            if row.role == "prompt" and row.status == "committed":
-                self._prompt_rows.setdefault(row.request_id, []).append((number, row))
-        for index, queued in recorded.reads.items():
-            row = recorded.rows[index]
-            if row.role == "prompt":  # a copy: the lens changes the target of the one that it reads
-                self._prompt_reads.setdefault(row.request_id, {})[queued.row] = replace(queued)
-
     def _apply_statuses(self) -> None:
         """Drops the states of rows whose status is known now and not one to keep; queues the others for the lens."""
         self.kept.apply_statuses()
-        reads, self._undecided_reads = self._undecided_reads, []
-        for row, queued in reads:
+        unread, self._unread = self._unread, []
+        for row in unread:
             if not row.role and self.config.statuses is not None:
-                self._undecided_reads.append((row, queued))
-            elif self.config.keeps_status(row.status):
-                self._queue_reading(row, queued)
+                self._unread.append(row)
+                continue
+            if row.reading is not None and self.config.keeps_status(row.status):
+                self._queue_reading(row.reading)
+            if row.role != "prompt":  # else a request with the same prompt may need it
+                row.reading = None
 
     def on_failure(self, step: int) -> None:
         """Discards the rows, thoughts and states of all unconfirmed passes, because their step failed."""
-        lost = {id(row): row.request_id for one in self._unconfirmed.passes for row in one.rows}
-        for request_id in {*lost.values()}:
+        lost = {id(row) for row in self._unconfirmed.rows}
+        for request_id in {row.request_id for row in self._unconfirmed.rows}:
             self._undecided[request_id] = [row for row in self._undecided[request_id] if id(row) not in lost]
         self._unconfirmed, self._now = Unconfirmed(), None
 
@@ -298,13 +285,9 @@ class Recorder(Observer):
 
         The copied rows refer to the source's stored vectors; the lens reads these vectors again for this request.
         """
-        reads, copies = self._prompt_reads.get(source_id, {}), PassRows()
-        for index, (number, row) in enumerate(self._prompt_rows.get(source_id, ())):
-            copies.rows.append(replace(row, request_id=request_id))
-            copies.copied[index] = number
-            if (queued := reads.get(number)) is not None:
-                copies.reads[index] = replace(queued, target=-1, request_id=request_id)
-        self._unconfirmed.passes.append(copies)
+        for row in self._prompt_rows.get(source_id, ()):
+            reading = None if row.reading is None else replace(row.reading, target=-1, request_id=request_id)
+            self._unconfirmed.rows.append(replace(row, request_id=request_id, reading=reading))
         for thought in self._prompt_thoughts.get(source_id, ()):
             self._unconfirmed.thoughts.append(replace(thought, request_id=request_id))
 

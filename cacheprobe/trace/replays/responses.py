@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cacheprobe.core.values import listed, whole_number
+from cacheprobe.trace.importers.sequences import prompt_mask, split_sequences
 from cacheprobe.trace.replays.response import ReplayRefused, Response, accepted_drafts, drafts_in, ids_in, nats_in
 
 LARGEST_BYTES = 2**28
@@ -276,20 +276,9 @@ def _generate(outputs: object, attention_mask: object, stops: frozenset[int]) ->
         )
     if attention_mask is None:
         raise ReplayRefused("give attention_mask=, as generate was given it: it says where each prompt ends")
-    mask = torch.atleast_2d(torch.as_tensor(attention_mask).bool().cpu())
-    if mask.ndim != 2 or len(mask) != len(sequences) or mask.shape[1] >= sequences.shape[1]:
-        raise ReplayRefused(
-            f"attention_mask {tuple(mask.shape)} does not fit sequences {tuple(sequences.shape)}; it needs one row for "
-            "each sequence (repeat_interleave(num_return_sequences)) and the prompts' length"
-        )
-    if bool((~mask[:, -1]).any() or (mask.long().diff(dim=1) < 0).any()):
-        raise ReplayRefused("the prompts are padded on the right or in between; generate needs padding on the left")
-    width, logits = mask.shape[1], getattr(outputs, "logits", None)
-    for row, ids in enumerate(sequences.tolist()):
-        prompt = tuple(token for token, is_there in zip(ids[:width], mask[row].tolist(), strict=True) if is_there)
-        generated = ids[width:]
-        end = next((index + 1 for index, token in enumerate(generated) if token in stops), len(generated))
-        yield Response(f"sequence {row}", tuple(generated[:end]), "", prompt, _nats_of(logits, row, generated[:end]))
+    mask, logits = prompt_mask(attention_mask, sequences, None, ReplayRefused), getattr(outputs, "logits", None)
+    for row, (prompt, generated) in enumerate(split_sequences(sequences, mask, stops)):
+        yield Response(f"sequence {row}", generated, "", prompt, _nats_of(logits, row, generated))
 
 
 def _nats_of(logits: object, row: int, token_ids: Sequence[int]) -> tuple[float, ...] | None:

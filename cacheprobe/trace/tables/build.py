@@ -1,8 +1,9 @@
 """Builds pandas tables from the recorder's records. Each function documents the columns of its table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 import numpy as np
 import pandas as pd
@@ -11,10 +12,12 @@ import pyarrow as pa
 from cacheprobe.core.records import StepRecord, Thought
 from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.tables.schema import TABLES, arrow_schema, typed
+from cacheprobe.trace.tables.schema import TABLES, arrow_table, typed
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from cacheprobe.trace.recording.lens_reader import Queued
 
 
 @dataclass(slots=True)
@@ -31,12 +34,17 @@ class RowRecord:
     """Index among the stored vectors; -1 if a capture filter dropped the row, or may still drop it."""
     role: str = ""
     status: str = ""
+    row: int = -1
+    """Its number in the rows table; -1 before its step has ended."""
+    reading: "Queued | None" = None
+    """What a lens is to read of it."""
+    features: "tuple[Tensor, Tensor] | None" = None
+    """Its largest features [k] of a dictionary, and their activations [k]; None if they are not recorded."""
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerChange:
-    """Holds one change in a request's cache row: in one step, slots start..end-1 got this provenance, such as
-    "verified".
+class LedgerChange(NamedTuple):
+    """Holds one change in a request's cache row, a line of the ledger table: in one step, slots start..end-1 got this
+    provenance, such as "verified".
     """
 
     request_id: int
@@ -48,32 +56,24 @@ class LedgerChange:
 
 TokenTexts = Callable[[Sequence[int]], list[str]]
 
-EVENT_COLUMNS = list(TABLES["events"])
-"""Columns of `events_table`, also for a run without steps, whose requests were all cancelled before they began."""
-
 
 @dataclass
 class Part:
     """Holds what a recorder collected between two calls of `Recorder.take`."""
 
-    first_row: int
-    """Number of the first of `rows` in the rows table."""
     rows: list[RowRecord]
     """Rows; those fed a draft token without a verdict so far have no role and no status."""
-    labelled: list[tuple[int, RowRecord]]
-    """Rows of earlier parts, with their numbers, that got their role and status since."""
-    num_states: int | None
-    """Number of rows with states; None for a run that captures none."""
-    states: "Callable[[], dict[tuple[str, int], Tensor]]"
-    """Returns by (site, layer) the states [n, m] of the kept rows; heads as `KeptStates.take` joins them. Called once,
-    in any thread, in the order of the parts."""
+    labelled: list[RowRecord]
+    """Rows of earlier parts that got their role and status since."""
+    states: "dict[tuple[str, int], Tensor]"
+    """By (site, layer): the states [n, m] of the kept rows; heads as from `KeptStates.take`."""
     columns: "dict[str, Tensor]"
     """Lens readings, as from `LensReader.take`."""
     steps: list[StepRecord]
     ledger: list[LedgerChange]
     thoughts: list[Thought]
     features: pd.DataFrame | None = None
-    """Features of a dictionary, as from `FeatureRecorder.take`; None for a run without one."""
+    """Features of a dictionary, as from `FeatureRecorder.table`; None for a run without one."""
 
 
 def part_tables(part: Part, tokens: Mapping[int, Sequence[int]], token_texts: TokenTexts) -> dict[str, pd.DataFrame]:
@@ -81,21 +81,21 @@ def part_tables(part: Part, tokens: Mapping[int, Sequence[int]], token_texts: To
 
     tokens: committed ids by request.  token_texts: as in `rows_table`.
     """
-    rows, events = rows_table(part.rows, token_texts, part.first_row), events_table(part.steps)
+    rows, events = rows_table(part.rows, token_texts), events_table(part.steps)
     tokens_of_part = tokens_table(rows, tokens, events, part.columns, token_texts)
-    return {"rows": rows, "events": events, "ledger": ledger_table(part.ledger), "tokens": tokens_of_part}
+    return {"rows": rows, "events": events, "ledger": typed(part.ledger, "ledger"), "tokens": tokens_of_part}
 
 
-def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts, first_row: int = 0) -> pd.DataFrame:
+def rows_table(rows: Sequence[RowRecord], token_texts: TokenTexts) -> pd.DataFrame:
     """Returns the rows table: a DataFrame with one line for every token of every pass.
 
     Columns: row, request_id, step, phase, role, status, position, token_id, token (text; ␣ is a space), num_layers
     (that ran), state_index (index among the stored vectors; -1 if a capture filter dropped the row).
-    token_texts: function from a list of token ids to their texts.  first_row: number of the first row.
+    token_texts: function from a list of token ids to their texts.
     """
-    table = _table_of(rows, RowRecord)
-    texts = texts_of(table.token_id.to_numpy(), token_texts)
-    return typed(table.assign(row=np.arange(first_row, first_row + len(table)), token=texts), "rows")
+    names = [name for name in TABLES["rows"] if name != "token"]
+    table = pd.DataFrame([attrgetter(*names)(row) for row in rows], columns=names)
+    return typed(table.assign(token=texts_of(table.token_id.to_numpy(), token_texts)), "rows")
 
 
 def hypotheses_table(
@@ -146,36 +146,33 @@ def hypotheses_table(
 def readings_table(columns: "Mapping[str, Tensor]") -> pa.Table:
     """Returns the columns of `LensReader.take` as an Arrow table, sorted by request: what a part of a run stores."""
     order = np.argsort(np.asarray(columns["request_id"]), kind="stable")
-    schema, arrays = arrow_schema("readings"), []
-    for field in schema:
-        values = np.asarray(columns[field.name])[order]
-        if pa.types.is_list(field.type):
-            offsets = np.arange(len(values) + 1, dtype=np.int32) * np.int32(values.shape[1])
-            flat = values.ravel().astype(field.type.value_type.to_pandas_dtype())
-            arrays.append(pa.ListArray.from_arrays(offsets, flat))
-        else:
-            arrays.append(pa.array(values.astype(field.type.to_pandas_dtype())))
-    return pa.Table.from_arrays(arrays, schema=schema)
+    table = pd.DataFrame({name: list(np.asarray(columns[name])[order]) for name in TABLES["readings"]})
+    return arrow_table(typed(table, "readings"), "readings")
 
 
 def reading_columns(table: pa.Table) -> dict[str, np.ndarray]:
     """Returns the columns of an Arrow table of `readings_table`, as `hypotheses_table` takes them."""
-    columns = {}
-    for field in table.schema:
-        column = table[field.name].combine_chunks()
-        is_list = pa.types.is_list(field.type)
-        values = (column.flatten() if is_list else column).to_numpy(zero_copy_only=False)
-        columns[field.name] = values.reshape(len(table), -1) if is_list and len(table) else values
-    if not len(table):
-        columns |= {name: np.zeros((0, 1)) for name in ("top_token_ids", "top_logprob_nats")}
-    return columns
+    columns = {name: table[name].to_pandas().to_numpy() for name in TABLES["readings"]}
+    is_list = {name for name, column in columns.items() if column.dtype == object}
+    width = -1 if len(table) else 1
+    return columns | {name: np.array([*columns[name]]).reshape(len(table), width) for name in is_list}
+
+
+def active_features(row_numbers: np.ndarray, features: "Tensor", activations: "Tensor") -> pd.DataFrame:
+    """Returns a DataFrame with one line for each active feature of n rows: row, rank, feature and activation.
+
+    features, activations: [n, k], as from `Dictionary.top`.
+    """
+    line, rank = np.nonzero(features.numpy() >= 0)
+    columns = {"row": row_numbers[line], "rank": rank, "feature": features.numpy()[line, rank]}
+    return typed(pd.DataFrame({**columns, "activation": activations.numpy()[line, rank]}), "features")
 
 
 def feature_table(features: pd.DataFrame, rows: pd.DataFrame, statuses: "Sequence[str] | None") -> pd.DataFrame:
     """Returns recorded features as a DataFrame with the columns row, rank, feature and activation: one line for each
     active feature of a row.
 
-    features: from `FeatureRecorder.take`, of the whole run.  rows: the rows table.  statuses: of the rows whose
+    features: from `FeatureRecorder.table`, of the whole run.  rows: the rows table.  statuses: of the rows whose
     features are kept; None for all.
     """
     if statuses is not None:
@@ -227,19 +224,6 @@ def events_table(steps: Sequence[StepRecord]) -> pd.DataFrame:
     return typed(records, "events")
 
 
-def ledger_table(changes: Sequence[LedgerChange]) -> pd.DataFrame:
-    """Returns the ledger: a DataFrame with one line for each change of a request's cached slots.
-
-    Columns: request_id, step, start, end, provenance: in this step, slots start..end-1 got this provenance.
-    """
-    return typed(_table_of(changes, LedgerChange), "ledger")
-
-
-def _table_of(records: Sequence[Any], kind: type) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each record, and one column for each field of the dataclass `kind`."""
-    return pd.DataFrame({field.name: [getattr(record, field.name) for record in records] for field in fields(kind)})
-
-
 def texts_of(token_ids: np.ndarray, token_texts: TokenTexts) -> np.ndarray:
     """Returns the text of each token id, as an array [n] of str, with signs such as ␣ for white space. Decodes every
     distinct id once."""
@@ -276,8 +260,8 @@ ROW_COLUMNS = FEATURE_COLUMNS[: FEATURE_COLUMNS.index("layer")]
 
 
 def recorded_lines(rows: pd.DataFrame, found: pd.DataFrame, about: JsonDict) -> pd.DataFrame:
-    """Returns recorded features with the columns FEATURE_COLUMNS. found: row, rank, feature and activation.  about:
-    the capture settings' description of the dictionary."""
+    """Returns features of rows with the columns FEATURE_COLUMNS. found: row, rank, feature and activation.  about: the
+    site and layer, such as the capture settings' description of the dictionary."""
     merged = rows[list(ROW_COLUMNS)].merge(found, on="row")
     return typed(merged.assign(layer=about["layer"], site=about["site"]), "Trace.features")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.core.records import DISCARDED_DRAFT
-from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.schema import token_text, typed
 from cacheprobe.trace.tables.token_history import COMMITTED, token_history
 
 NOT_DRAFTED = "not_drafted"
@@ -114,8 +114,10 @@ def with_verdicts(
     )
     keys = ["request_id", "step", "position"]
     matched = readings[keys].merge(drafts_of_passes, on=keys, how="left", validate="many_to_one")
-    texts = {token: _text(token_texts, token) for token in drafts.drafted_token_id.unique().tolist()}
-    tops = [None if ids is None else [_text(token_texts, i) for i in ids.tolist()] for ids in readings.top_token_ids]
+    texts = {token: token_text(token_texts, token) for token in drafts.drafted_token_id.unique().tolist()}
+    tops = [
+        None if ids is None else [token_text(token_texts, i) for i in ids.tolist()] for ids in readings.top_token_ids
+    ]
     table = with_read_tokens(readings, rows).assign(
         drafted_token_id=matched.drafted_token_id.array,
         drafted_token=matched.drafted_token_id.map(texts).array,
@@ -135,14 +137,6 @@ def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame
     own_rows = rows[rows.row.isin(readings.row.unique())]
     input_tokens = own_rows.set_index("row")[["token_id", "token"]].reindex(readings.row)
     return readings.assign(read_token_id=input_tokens.token_id.array, read_token=input_tokens.token.array)
-
-
-def _text(token_texts: Mapping[int, str], token_id: int) -> str:
-    """Returns the text of a token id, or "<id>" if it is unknown."""
-    try:
-        return token_texts[token_id]
-    except KeyError:
-        return f"<{token_id}>"
 
 
 def prediction_depths(readings: pd.DataFrame) -> pd.Series:

@@ -1,15 +1,15 @@
 """Builds a trace's table of features: the largest activations of a dictionary at each row, rolled-back rows too."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, SupportsIndex
 
-import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
 from cacheprobe.core.values import whole_number
 from cacheprobe.lenses.dictionaries import Dictionary, DictionaryError
-from cacheprobe.trace.tables.build import ROW_COLUMNS, recorded_lines
-from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.build import active_features, recorded_lines
 
 if TYPE_CHECKING:
     from cacheprobe.trace.data import TraceData
@@ -30,17 +30,22 @@ def features_of(
 
     Twin: tests.twins.features_slowly.features_slowly: the same features in the same order, activations close(1e-5).
     """
-    top = _checked_top(top)
+    top = whole_number("top", top, at_least=1)
     site, layer_number, chosen = place_of_features(trace, dictionary, rows, site, layer, include_special)
-    found = []
-    for first in range(0, len(chosen), _ROWS_AT_ONCE):
-        part = chosen.iloc[first : first + _ROWS_AT_ONCE]
-        states = trace.vectors(site, layer_number, part)
-        width = states.shape[1:].numel()
-        dictionary.require_width(width, f"site {site} of {trace.fingerprint['model']}")
-        found.append(dictionary.top(states.reshape(len(part), width), top))
-    features, activations = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
-    return feature_lines(chosen, features, activations, site, layer_number)
+    found = [dictionary.top(states, top) for states in states_to_encode(trace, dictionary, site, layer_number, chosen)]
+    active = active_features(chosen.row.to_numpy(), *(torch.cat(parts) for parts in zip(*found, strict=True)))
+    return recorded_lines(chosen, active, {"site": site, "layer": layer_number})
+
+
+def states_to_encode(
+    trace: "TraceData", dictionary: Dictionary, site: str, layer: int, rows: pd.DataFrame
+) -> Iterator[Tensor]:
+    """Yields the states of rows, some at once: [n, m], those of all heads joined. Raises: DictionaryError for states of
+    another width than the dictionary encodes."""
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        states = trace.vectors(site, layer, rows.iloc[first : first + _ROWS_AT_ONCE]).flatten(1)
+        dictionary.require_width(states.shape[1], f"site {site} of {trace.fingerprint['model']}")
+        yield states
 
 
 def place_of_features(
@@ -93,7 +98,7 @@ def recorded_features(
         raise ValueError(
             "this run recorded no features; give the dictionary, or run with CaptureConfig(dictionary=...)"
         )
-    top = _checked_top(top)
+    top = whole_number("top", top, at_least=1)
     place = about["site"] if site is None else site, about["layer"] if layer is None else int(layer)
     if place != (about["site"], about["layer"]):
         raise ValueError(
@@ -108,23 +113,3 @@ def recorded_features(
             "CaptureConfig(dictionary=..., include_special=True)"
         )
     return recorded_lines(chosen, found[found["rank"] < top], about)
-
-
-def _checked_top(top: int) -> int:
-    if (number := whole_number("top", top)) < 1:
-        raise ValueError(f"top must be at least 1, got {number}")
-    return number
-
-
-def feature_lines(
-    rows: pd.DataFrame, features: np.ndarray, activations: np.ndarray, site: str, layer: int
-) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each active feature of n rows, with the columns FEATURE_COLUMNS.
-
-    rows: n lines of the rows table.  features, activations: [n, k], as `Dictionary.top` returns them.
-    """
-    row_index, rank = np.nonzero(features >= 0)
-    table = rows.iloc[row_index][list(ROW_COLUMNS)].reset_index(drop=True)
-    table["layer"], table["site"], table["rank"] = layer, site, rank
-    table["feature"], table["activation"] = features[row_index, rank], activations[row_index, rank]
-    return typed(table, "Trace.features")

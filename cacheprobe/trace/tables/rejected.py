@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from cacheprobe.trace.tables.draft_verdicts import drafts_table, prediction_depths
-from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.schema import token_text, typed
 
 if TYPE_CHECKING:
     from cacheprobe.trace.data import TraceData
@@ -62,11 +62,11 @@ def rejected_drafts(
     whole = {request_id: [*prompts[request_id], *tokens[request_id]] for request_id in lengths}
     places = [(whole[request_id], at) for request_id, at in zip(table.request_id, table.position, strict=True)]
     committed = [ids[at] if at < len(ids) else None for ids, at in places]
-    table["drafted_token"] = [texts.get(token, f"<{token}>") for token in table.drafted_token_id]
+    table["drafted_token"] = [token_text(texts, token) for token in table.drafted_token_id]
     table["committed_token_id"] = pd.array(committed, dtype="Int64")
-    table["committed_token"] = [None if token is None else texts.get(token, f"<{token}>") for token in committed]
+    table["committed_token"] = [None if token is None else token_text(texts, token) for token in committed]
     before = [ids[max(at - TOKENS_AROUND, 0) : at] for ids, at in places]
-    table["text_before"] = ["".join(texts.get(token, f"<{token}>") for token in ids) for ids in before]
+    table["text_before"] = ["".join(token_text(texts, token) for token in ids) for ids in before]
     table["drafter_layer"] = _drafter_layers(rows, table)
     table = typed(table.sort_values(["request_id", "step"], ignore_index=True), "Trace.rejected")
     return table.drop(columns=DECIDED_COLUMNS)

@@ -1,7 +1,7 @@
 """Declares the columns of every table and their dtypes. Tables in memory, Parquet files and exports have these types,
 whatever a run holds: a column without values holds nulls of its dtype."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -115,6 +115,14 @@ def typed(table: "pd.DataFrame | Sequence[Any]", name: str) -> pd.DataFrame:
         for column, dtype in TABLES[name].items()
     }
     return pd.DataFrame(columns, table.index)
+
+
+def token_text(token_texts: Mapping[int, str], token_id: int) -> str:
+    """Returns the text of a token id, or "<id>" if it is unknown."""
+    try:
+        return token_texts[token_id]
+    except KeyError:
+        return f"<{token_id}>"
 
 
 def _cells(column: pd.Series, dtype: str) -> pd.Series:

@@ -1,7 +1,6 @@
 """Builds the table of a Thinking States model's thoughts, and their lines in the table of lens readings."""
 
 from collections.abc import Mapping, Sequence
-from typing import SupportsInt
 
 import pandas as pd
 import torch
@@ -12,7 +11,7 @@ from cacheprobe.core.records import Request, Thought
 from cacheprobe.core.tokens import visible
 from cacheprobe.models.base import CachedLM
 from cacheprobe.tasks.base import Example
-from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.schema import token_text, typed
 
 THOUGHT_LENS = "thinking block"
 
@@ -123,17 +122,14 @@ def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, 
             "logprob_nats": thoughts.first_logprob_nats,
             "entropy_nats": thoughts.entropy_nats,
             "committed_token_id": thoughts.committed_token_id,
-            "committed_token": [_text(token_texts, token) for token in thoughts.committed_token_id],
+            "committed_token": [
+                None if pd.isna(token) else token_text(token_texts, int(token)) for token in thoughts.committed_token_id
+            ],
             "rank": thoughts["rank"],
             "committed_logprob_nats": thoughts.committed_logprob_nats,
             "agrees": agrees,
         }
     )
-
-
-def _text(token_texts: Mapping[int, str], token_id: SupportsInt) -> str | None:
-    """Returns the text of a token id: None if the id is null, "<id>" if the token is unknown."""
-    return None if pd.isna(token_id) else token_texts.get(int(token_id), f"<{token_id}>")
 
 
 def _rank(logits: Tensor, token_id: int) -> int:

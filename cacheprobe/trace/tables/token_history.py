@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from cacheprobe.trace.tables.schema import typed
+from cacheprobe.trace.tables.schema import token_text, typed
 
 
 def token_history(events: pd.DataFrame) -> pd.DataFrame:
@@ -85,7 +85,7 @@ def standing_at(history: pd.DataFrame, step: int) -> pd.DataFrame:
 
 def tokens_with_texts(standing: pd.DataFrame, token_texts: Mapping[int, str]) -> pd.DataFrame:
     """Returns the table of `standing_at` with the column token: the text of token_id, "<id>" if it is not known."""
-    texts = [token_texts.get(token, f"<{token}>") for token in standing.token_id.tolist()]
+    texts = [token_text(token_texts, token) for token in standing.token_id.tolist()]
     return standing.assign(token=texts)
 
 

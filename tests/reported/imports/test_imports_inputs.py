@@ -89,7 +89,7 @@ def test_a_mask_of_one_row_fits_one_sequence(batch: Generated) -> None:
     for mask in (alone.mask[0], alone.mask[0].tolist(), alone.mask.bool(), alone.mask.numpy()):
         trace = cp.import_generate(alone.output, attention_mask=mask, model=loaded())
         assert trace.requests[0].prompt_token_ids == tuple(PROMPTS[0])
-    with pytest.raises(ImportRefused, match=r"attention_mask of \(1, 5\) for prompts of \(2, 5\)"):
+    with pytest.raises(ImportRefused, match=r"attention_mask \(1, 5\) does not fit sequences \(2, "):
         cp.import_generate(batch.output, attention_mask=batch.mask[0], model=loaded())
 
 
