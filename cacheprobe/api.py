@@ -125,7 +125,7 @@ def run(
             disk = stack.enter_context(to_disk(**to, stop=stop))
             execution = Execution(prepared, [bar], disk, **meta)
         trace = execution.run()
-    if stop.was_pressed:
+    if stop.is_set():
         raise Interrupted(trace, disk.finished_in if disk else None)
     return _checked(plan, trace, progress)
 
@@ -212,7 +212,7 @@ def resume(
         to_disk(directory, memory_budget=memory_budget, journal=journal, stop=stop) as disk,
     ):
         trace = Execution(run, [bar], disk, step, **meta).run()
-    if stop.was_pressed:
+    if stop.is_set():
         raise Interrupted(trace, disk.finished_in if disk else None)
     return _checked(plan, trace, progress)
 

@@ -4,6 +4,7 @@ Neuronpedia."""
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsIndex
@@ -20,7 +21,7 @@ from cacheprobe.core.files import write_whole
 from cacheprobe.core.hook_names import CONVENTION, SITE_NAMES
 from cacheprobe.core.records import STATUSES
 from cacheprobe.core.terminal import Progress
-from cacheprobe.core.values import JsonDict, folder, hint, listed, whole_number
+from cacheprobe.core.values import JsonDict, folder, listed, whole_number
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.trace.state_store import layer_number
 from cacheprobe.trace.tables.features import place_of_features, states_to_encode
@@ -126,15 +127,9 @@ class ChosenStates:
             if site not in trace.store.sites:
                 raise ValueError(f"site {site!r} was not captured; this run kept {', '.join(trace.store.sites)}")
         for layer in self.layers:
-            if layer not in trace.store.layers:
-                raise ValueError(f"layer {layer} was not captured; this run kept layers {list(trace.store.layers)}")
-        for status in self.statuses:
-            if status not in STATUSES:
-                raise ValueError(
-                    f"unknown status {status!r}; statuses are {', '.join(STATUSES)}{hint(status, STATUSES)}"
-                )
-        for request in self.requests:
-            trace.rows(request)
+            trace.state_indices(self.sites[0], layer, [])
+        for request, status in product(self.requests, self.statuses):
+            trace.rows(request, status)
 
     def batches(self, request: int) -> Iterator[pa.RecordBatch]:
         """Yields one batch for each layer and site: the captured states of a request, by row. Reads one batch's states

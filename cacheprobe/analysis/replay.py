@@ -22,7 +22,7 @@ from cacheprobe.ops.state_codec import INT8
 from cacheprobe.trace.manifest import damaged_files
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
 from cacheprobe.trace.recording.stored_states import read_now
-from cacheprobe.trace.shards import ShardStore
+from cacheprobe.trace.state_store import ShardStore
 from cacheprobe.trace.trace import Trace
 
 _SHAPES = ("window", "group", "capacity", "prefill_chunk", "prefill_group", "pad_prefill", "determinism")

@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
 
 from cacheprobe.core.files import Locked, only_writer, writer_of
 from cacheprobe.core.values import JsonDict
@@ -191,7 +190,7 @@ def _manifest_in(directory: Path) -> JsonDict:
     return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
 
 
-def _json_in(path: Path) -> Any:
+def _json_in(path: Path) -> object:
     """Returns what a file of JSON holds; None if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

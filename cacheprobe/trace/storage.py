@@ -36,8 +36,7 @@ from cacheprobe.tasks import example_from_record, example_record
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import FORMAT_VERSION, MANIFEST, checksums_of, sha256_of_manifest
 from cacheprobe.trace.places import Recording, recording
-from cacheprobe.trace.shards import ShardStore
-from cacheprobe.trace.state_store import StateStore, tensor_key
+from cacheprobe.trace.state_store import ShardStore, StateStore, tensor_key
 from cacheprobe.trace.tables.schema import arrow_table
 
 ROW_GROUP = 2**14

@@ -298,7 +298,7 @@ class GrowingRun(StoredRun):
         of_lines, of_tensors = (self.files.names("thoughts", ending) for ending in ("parquet", "safetensors"))
         if not of_lines:
             return None
-        from cacheprobe.trace.shards import read_tensors
+        from cacheprobe.trace.state_store import read_tensors
         from cacheprobe.trace.tables.thoughts import thoughts_table
 
         parts = []

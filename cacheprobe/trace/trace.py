@@ -16,7 +16,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import TraceError
 from cacheprobe.trace.self_checks import self_checks_text
-from cacheprobe.trace.shards import ShardStore, read_tensors
+from cacheprobe.trace.state_store import ShardStore, read_tensors
 from cacheprobe.trace.storage import TABLES, request_from_record, save_trace
 from cacheprobe.trace.stored import StoredRun, duckdb, open_run
 from cacheprobe.trace.tables.build import ledger_at

@@ -119,5 +119,5 @@ def test_values_outside_of_a_pass_are_nobody_s() -> None:
     hear(7.0)
     recorder.on_failure(2)
     hear(7.0)
-    held = MemoryStore(recorder.take().states())
+    held = MemoryStore(recorder.take().states)
     assert all(not held.all_of(site, layer).eq(7).any() for site in (*held.sites, *held.heads) for layer in range(3))

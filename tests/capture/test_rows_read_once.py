@@ -102,7 +102,7 @@ def rows_of(*states: torch.Tensor, **places: Any) -> list[Queued]:
 def read(rows: list[Queued]) -> tuple[LensReader, pd.DataFrame]:
     reader = LensReader(loaded(), LogitLens(), 3)
     reader.queue_together(rows)
-    columns = reader.finish()
+    columns = reader.take()
     flat = {name: list(column.numpy()) for name, column in columns.items()}
     return reader, pd.DataFrame(flat).sort_values(["row", "layer"], ignore_index=True)
 
@@ -121,7 +121,7 @@ def test_layers_are_compared_one_by_one() -> None:
     alone = LensReader(loaded(), LogitLens(), 3)
     for queued in rows_of(first, second, second[:2]):
         alone.queue_resolved(queued)
-    columns = alone.finish()
+    columns = alone.take()
     assert alone.num_read == 8
     want = pd.DataFrame({n: list(c.numpy()) for n, c in columns.items()}).sort_values(["row", "layer"])
     pd.testing.assert_frame_equal(table, want.reset_index(drop=True), check_exact=True)

@@ -17,7 +17,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bitwise
-from cacheprobe_benchmarks.shared.step_log import StepLog
+from cacheprobe_benchmarks.shared.workload import StepLog
 from tests.invariants.machines import Spy
 from tests.tiny import VOCAB
 
@@ -60,6 +60,17 @@ def outcome(trace: cp.Trace, request_id: int = 0) -> Outcome:
     )
 
 
+class Log(StepLog):
+    """Keeps the preemptions too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.preemptions: list[tuple[int, int]] = []
+
+    def on_preempt(self, request_id: int, step: int) -> None:
+        self.preemptions.append((request_id, step))
+
+
 class Watched:
     """A run whose cache, states and passes are open to view between rounds; iterate over it to run it."""
 
@@ -75,7 +86,7 @@ class Watched:
         given = {**vars(self.config), "drafter": drafter, "capture": capture, **settings}
         self.prepared = prepare(make_plan(self.spy, prompts, given))
         self.states = self.prepared.states
-        self.log = StepLog()
+        self.log = Log()
         self.trace: cp.Trace | None = None
         meta = {"kind": "run", "drafter": repr(drafter) if drafter else None}
         for observer in observers:

@@ -60,7 +60,7 @@ def largest_of(lens: Lens, layers: int = LAYERS) -> dict[torch.dtype, int]:
     with Largest() as largest:
         for row in range(WINDOW):
             reader.queue_resolved(Queued(row, row, states[row], torch.arange(layers), target=7))
-        columns = reader.finish()
+        columns = reader.take()
     assert len(columns["entropy_nats"]) == layers * WINDOW
     return largest.elements
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cacheprobe.ops.equality import bitwise
-from cacheprobe.trace import shards
+from cacheprobe.trace import state_store as shards
 from cacheprobe.trace.manifest import BLOCK_BYTES, CheckedFiles, TraceError
-from cacheprobe.trace.shards import ShardStore
+from cacheprobe.trace.state_store import ShardStore
 from cacheprobe.trace.storage import RunFiles
 
 WIDTH = 512

@@ -11,17 +11,33 @@ import numpy as np
 
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.records import Finished, Observer, StepRecord
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.execution import Execution, prepare
 from cacheprobe.engine.plan import make_plan
 from cacheprobe.models.base import CachedLM
-from cacheprobe_benchmarks.shared.step_log import StepLog
 
 PROMPTS = Path(__file__).parents[1] / "prompts"
 NUM_REQUESTS, IN_FLIGHT = 64, 16
 PROMPT_TOKENS, NEW_TOKENS = (8, 64), (32, 64)
 LAST_ARRIVAL = 80
 """Steps: about a third of those that the run takes."""
+
+
+class StepLog(Observer):
+    """Keeps a run's step records and how each request ended; keeps no tensors."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.finished: dict[int, Finished] = {}
+
+    def on_step(self, record: StepRecord) -> None:
+        """Appends the step's record to `steps`."""
+        self.steps.append(record)
+
+    def on_finish(self, finished: Finished) -> None:
+        """Stores how a request ended in `finished`, by request id."""
+        self.finished[finished.request_id] = finished
 
 
 @dataclass(frozen=True)

@@ -75,4 +75,4 @@ def _read(model: CachedLM, states: Tensor, targets: Tensor) -> dict[str, Any]:
     layers = torch.arange(model.n_layers)
     for row in range(len(states)):
         reader.queue_resolved(Queued(row, row, states[row], layers, int(targets[row])))
-    return reader.finish()
+    return reader.take()

@@ -17,7 +17,7 @@ from cacheprobe.trace.importers.generate import read_generate
 from cacheprobe.trace.importers.vllm import read_vllm
 from cacheprobe.trace.recording.assemble import trace_of_part
 from cacheprobe.trace.recording.disk_writer import DiskWriter
-from cacheprobe.trace.recording.source import Source
+from cacheprobe.trace.recording.recorder import Source
 from cacheprobe.trace.recording.to_disk import ImportOutput, to_disk
 from cacheprobe.trace.tables.build import Part
 from cacheprobe.trace.trace import Trace, load_trace

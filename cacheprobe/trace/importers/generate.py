@@ -25,9 +25,10 @@ from cacheprobe.trace.importers.common import (
     Generation,
     Imported,
     ImportRefused,
+    prompt_mask,
+    split_sequences,
     token_ids_in,
 )
-from cacheprobe.trace.importers.sequences import prompt_mask, split_sequences
 
 _ASK = "generate(..., return_dict_in_generate=True, output_hidden_states=True, output_logits=True)"
 _PROGRAM = "Hugging Face's generate"

@@ -111,33 +111,20 @@ def _as_list(outputs: object) -> list[object]:
 def _generation(item: object, ids: Sequence[int] | None, num_prompt_tokens: int | None) -> Generation:
     """Checks one stored file of vLLM, and returns prompt, generated tokens and a reader of the states as a Generation.
     item: a file path, or a vLLM output that names its file."""
-    if isinstance(item, str | Path):
-        path = Path(item)
-        tokens, columns = _checked(path, ids)
-        prompt_length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-        if not 1 <= prompt_length <= len(tokens):
-            raise ImportRefused(f"{item} holds {len(tokens)} tokens, not a prompt of {prompt_length}")
-        return _generation_of(path, len(tokens), tokens[:prompt_length], tokens[prompt_length:], columns)
-    params = getattr(item, "kv_transfer_params", None)
-    if not isinstance(params, Mapping) or "hidden_states_path" not in params:
-        raise ImportRefused(f"a {type(item).__name__} names no hidden_states_path; give vLLM's outputs, or its files")
-    output = cast("Any", item)
-    if len(output.outputs) != 1:
-        raise ImportRefused(f"an output with {len(output.outputs)} samples has one file for all; ask for n=1")
-    path = Path(params["hidden_states_path"])
+    output = None if isinstance(item, str | Path) else cast("Any", item)
+    path = Path(cast("str | Path", item)) if output is None else _path_of(output)
     tokens, columns = _checked(path, ids)
-    prompt, generated = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
-    if tokens == prompt:
-        generated = generated[:1]  # the file has no states for the others
-    elif tokens != prompt + generated[:-1]:
-        raise ImportRefused(f"{path} is of other tokens than the output that names it: {tokens[:8]}, {prompt[:8]}")
-    return _generation_of(path, len(tokens), prompt, generated, columns)
-
-
-def _generation_of(
-    path: Path, num_rows: int, prompt: Sequence[int], generated: Sequence[int], columns: Mapping[int, int]
-) -> Generation:
-    """Returns a Generation that takes the states [t, l, m] of a file apart by layer. columns: layer -> index in l."""
+    if output is None:
+        length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+        if not 1 <= length <= len(tokens):
+            raise ImportRefused(f"{item} holds {len(tokens)} tokens, not a prompt of {length}")
+        prompt, generated = tokens[:length], tokens[length:]
+    else:
+        prompt, generated = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+        if tokens == prompt:
+            generated = generated[:1]  # the file has no states for the others
+        elif tokens != prompt + generated[:-1]:
+            raise ImportRefused(f"{path} is of other tokens than the output that names it: {tokens[:8]}, {prompt[:8]}")
 
     def read(start: int, end: int) -> dict[int, Tensor]:
         """Returns the states at the positions start..end-1 by layer, [end - start, m]."""
@@ -145,7 +132,18 @@ def _generation_of(
             states = file.get_slice("hidden_states")[start:end]
             return {layer: states[:, index].clone() for layer, index in columns.items()}
 
-    return Generation(str(path), tuple(prompt), tuple(generated), tuple(columns), num_rows, read)
+    return Generation(str(path), tuple(prompt), tuple(generated), tuple(columns), len(tokens), read)
+
+
+def _path_of(output: object) -> Path:
+    """Returns the path of the file that a vLLM output names. Raises: ImportRefused if it names none, or one for several
+    samples."""
+    params = getattr(output, "kv_transfer_params", None)
+    if not isinstance(params, Mapping) or "hidden_states_path" not in params:
+        raise ImportRefused(f"a {type(output).__name__} names no hidden_states_path; give vLLM's outputs, or its files")
+    if (count := len(getattr(output, "outputs", ()))) != 1:
+        raise ImportRefused(f"an output with {count} samples has one file for all; ask for n=1")
+    return Path(params["hidden_states_path"])
 
 
 def _wait_for(path: Path) -> None:

@@ -10,8 +10,7 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.conversation import stopped_by
 from cacheprobe.tasks import accuracy
-from cacheprobe.trace.recording.recorder import Recorder
-from cacheprobe.trace.recording.source import Source
+from cacheprobe.trace.recording.recorder import Recorder, Source
 from cacheprobe.trace.recording.stored_states import missing_readings, read_now
 from cacheprobe.trace.state_store import MemoryStore
 from cacheprobe.trace.tables import build as tables

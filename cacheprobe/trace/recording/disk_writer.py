@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Event
 
 import pandas as pd
 import pyarrow as pa
@@ -27,10 +28,8 @@ from cacheprobe.trace.places import Recording, free_beside, recording, saying_wh
 from cacheprobe.trace.recording.assemble import meta_after
 from cacheprobe.trace.recording.background import Background
 from cacheprobe.trace.recording.lens_reader import Queued
-from cacheprobe.trace.recording.observers import Stop
-from cacheprobe.trace.recording.recorder import Recorder
+from cacheprobe.trace.recording.recorder import Recorder, Source
 from cacheprobe.trace.recording.restore import restore_recorder
-from cacheprobe.trace.recording.source import Source
 from cacheprobe.trace.recording.stored_states import read_now
 from cacheprobe.trace.state_store import tensor_key
 from cacheprobe.trace.storage import RunFiles, request_record, write_trace
@@ -67,12 +66,12 @@ class DiskWriter(Observer):
         part_bytes: int,
         background: Background,
         journal: Journal | None = None,
-        stop: Stop | None = None,
+        stop: Event | None = None,
     ) -> None:
         """Prepares a writer into the directory of `place`, whose run begins with `begin` or `begin_new`.
 
         part_bytes: see `part_bytes_of`.  background: runs the writer's jobs alone.  journal: of the part of the run
-        that is there already.  stop: says whether Ctrl-C stopped the run; None for a run that Ctrl-C does not stop.
+        that is there already.  stop: set if Ctrl-C stopped the run; None for a run that Ctrl-C does not stop.
         """
         self.place, self.part_bytes, self._background = place, part_bytes, background
         self._journal, self._stop = journal, stop
@@ -174,7 +173,7 @@ class DiskWriter(Observer):
             pieces = run.reading_pieces()
             where.finish(lambda: write_trace(trace, RunFiles.of(where), pieces, keeps_shards=True))
 
-        if self._stop is not None and self._stop.was_pressed and place.replaces_a_run:
+        if self._stop is not None and self._stop.is_set() and place.replaces_a_run:
             self.finished_in = free_beside(place.directory)
             with recording(self.finished_in, place.run_id, is_kept=False) as beside:
                 finish_in(beside)

@@ -13,7 +13,7 @@ zeros. A request whose vectors fail again has no readings; the readings of the o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,26 +23,11 @@ from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bits, bitwise
 from cacheprobe.ops.readout import Readout, read_logits
+from cacheprobe.trace.tables.build import Queued
 
 LENS_TILE = 480
 """Number of state vectors in a tile, which one unembedding product reads: 16 tokens of 30 layers. A large tile pays
 if the weights must first be converted to another dtype."""
-
-
-@dataclass(slots=True)
-class Queued:
-    """Holds one row's states at all captured layers that ran, and the token committed next, until a lens reads them."""
-
-    row: int
-    position: int
-    states: Tensor
-    """[layers, m], in the model's dtype."""
-    layers: Tensor
-    """[layers]: the layer after which each state was taken."""
-    target: int = -1
-    """Token committed at the next position; -1 for none."""
-    request_id: int = -1
-    step: int = -1
 
 
 class Copies(NamedTuple):
@@ -67,6 +52,7 @@ class LensReader:
         self.model, self.lens, self.top_k = model, lens, top_k
         operations = getattr(model, "operations", None)  # only some kinds of model have compiled loops
         self._read_logits = operations.readout.of_logits if operations else read_logits
+        self._read_tokens = getattr(model, "read_tokens", None) if operations else None
         self._to_residual = _residual_of(lens)
         self._open: dict[int, list[Queued]] = {}
         self._ready: list[Queued] = []
@@ -77,7 +63,7 @@ class LensReader:
         self.num_read = 0
         """Number of state vectors read, without the free end of a tile."""
         self.num_copied = 0
-        """Number of readings that `finish` copied from another row's state of the same bits."""
+        """Number of readings that `take` copied from another row's state of the same bits."""
         self.errors: dict[int, str] = {}
         """Request id -> why the lens failed, for each request without readings."""
 
@@ -136,11 +122,6 @@ class LensReader:
         self._num_ready += len(queued.layers)
         while self._num_ready >= LENS_TILE:
             self._read_tile()
-
-    def finish(self) -> dict[str, Tensor]:
-        """Returns what `take` returns. Raises: RuntimeError if a request with waiting rows has not ended."""
-        self.require_ended()
-        return self.take()
 
     def require_ended(self) -> None:
         """Raises: RuntimeError if a request with waiting rows has not ended."""
@@ -260,7 +241,9 @@ class LensReader:
         shape = (len(states), self.model.d_vocab)
         try:
             with torch.inference_mode():
-                readout = self._read_states(states, layers, targets)
+                readout = None
+                if self._to_residual is not None and self._read_tokens is not None:  # stores no logits
+                    readout = self._read_tokens(self._to_residual(states, layers), targets, self.top_k)
                 if readout is None:
                     logits: object = self.lens.logits(self.model, states, layers)
                     if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
@@ -274,13 +257,6 @@ class LensReader:
         if bad := [index for index in indices if not is_number[index]]:
             return bad[0], f"must return logits {list(shape)} with a finite largest one, got NaN or infinity"
         return readout
-
-    def _read_states(self, states: Tensor, layers: Tensor, targets: Tensor) -> Readout | None:
-        """Returns the Readout of a tile without storing its logits; None if the lens or the model cannot do that."""
-        read_tokens = getattr(self.model, "read_tokens", None)
-        if self._to_residual is None or read_tokens is None or getattr(self.model, "operations", None) is None:
-            return None
-        return read_tokens(self._to_residual(states, layers), targets, self.top_k)
 
     def _fail(self, taken: Sequence[Queued], request_id: int, layer: int, row: int, why: str) -> None:
         """Stores in `errors` why a request has no readings, and removes its rows that are ready to be read."""
@@ -310,7 +286,8 @@ def _same_states(pairs: Sequence[tuple[Queued, Queued]]) -> tuple[Tensor, ...]:
 def _residual_of(lens: Lens) -> "Callable[[Tensor, Tensor], Tensor] | None":
     """Returns the lens's `to_residual`, which maps states and layers to residual streams whose `read_out` are its
     logits; None without one, and for a user's lens: only cacheprobe's promise this."""
-    is_ours = type(lens).__module__.startswith("cacheprobe.lenses.") and "logits" not in getattr(lens, "__dict__", {})
+    has_own_logits = hasattr(lens, "__dict__") and "logits" in vars(lens)
+    is_ours = type(lens).__module__.startswith("cacheprobe.lenses.") and not has_own_logits
     return getattr(lens, "to_residual", None) if is_ours else None
 
 

@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -67,22 +66,15 @@ class Interrupted(KeyboardInterrupt):
         )
 
 
-@dataclass
-class Stop:
-    """Holds whether Ctrl-C was pressed during a run (`was_pressed`)."""
-
-    was_pressed: bool = False
-
-
 @contextmanager
-def cancelling(states: Sequence[SequenceState], prints_note: bool) -> Iterator[Stop]:
-    """Inside the `with`, the first Ctrl-C asks these requests to end at the next round of the run. Yields a Stop, whose
-    `was_pressed` says whether Ctrl-C was pressed.
+def cancelling(states: Sequence[SequenceState], prints_note: bool) -> Iterator[threading.Event]:
+    """Inside the `with`, the first Ctrl-C asks these requests to end at the next round of the run. Yields an Event that
+    it sets.
 
     A second Ctrl-C raises KeyboardInterrupt. prints_note: print a note on stderr at the first one.
     Has no effect in other threads than the main one, or if the program has its own Ctrl-C handler.
     """
-    stop = Stop()
+    stop = threading.Event()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield stop
@@ -91,7 +83,7 @@ def cancelling(states: Sequence[SequenceState], prints_note: bool) -> Iterator[S
     def cancel(number: int, frame: FrameType | None) -> None:
         """Handles the first Ctrl-C: asks all requests to end. The next Ctrl-C raises KeyboardInterrupt."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop.was_pressed = True
+        stop.set()
         for state in states:
             state.is_cancel_requested = True
         if prints_note:

@@ -18,13 +18,13 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM, block_sum
 from cacheprobe.models.experts import head_places
+from cacheprobe.models.hf.text import TokenText
 from cacheprobe.ops.kernel_set import DTYPES, KernelSet
 from cacheprobe.trace import self_checks as checks
 from cacheprobe.trace.recording.features import FeatureRecorder
 from cacheprobe.trace.recording.kept_states import KeptStates, PassStates, is_kept, status_of
 from cacheprobe.trace.recording.lens_reader import LensReader, Queued
 from cacheprobe.trace.recording.pass_capture import PassCapture
-from cacheprobe.trace.recording.source import Source
 from cacheprobe.trace.tables.build import LedgerChange, Part, RowRecord
 
 CHECK_EVERY = 16
@@ -33,6 +33,33 @@ _LENS_CHECK_ROWS = 16
 """Maximum number of rows of a pass whose logits are compared with those read from the last layer's S."""
 _ROW_BYTES, _READING_BYTES = 600, 44
 """Bytes of a row's records (row, events, ledger), and of a reading without its `top_k` tokens."""
+
+
+class Source:
+    """Gives what was recorded, part by part."""
+
+    model: CachedLM | None
+    """The model that runs; None for an import without a model."""
+    reader: LensReader | None = None
+    """The lens reader; None if no lens reads."""
+    answer_mass: dict[int, tuple[float, ...]]
+    """By request id: the probability of the first token of each answer."""
+    texts: "CachedLM | TokenText"
+    """Gives texts of token ids, with `token_texts` and `decode`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated bytes of what the next call of `take` returns."""
+        return 0
+
+    def take(self) -> Part:
+        """Returns what was recorded since the last call, and forgets it."""
+        raise NotImplementedError
+
+    def so_far(self) -> JsonDict:
+        """Returns what a line of the journal says of the whole run so far: num_rows, num_states, preemptions,
+        self_checks and checks."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -51,7 +78,7 @@ class Unconfirmed:
 class Recorder(Observer, Source):
     """Collects during a run what its Trace is built from: rows with their status, states, lens readings and events."""
 
-    model: CachedLM
+    model: CachedLM  # pyright: ignore[reportIncompatibleVariableOverride]  # never None here
     config: CaptureConfig
     layers: tuple[int, ...]
     lens: Lens

@@ -11,7 +11,7 @@ from cacheprobe.trace.journal import Journal
 from cacheprobe.trace.manifest import CheckedFiles
 from cacheprobe.trace.recording.lens_reader import Queued
 from cacheprobe.trace.recording.recorder import Recorder
-from cacheprobe.trace.shards import header_of, read_tensors
+from cacheprobe.trace.state_store import header_of, read_tensors
 from cacheprobe.trace.stored import GrowingRun
 from cacheprobe.trace.tables.build import rows_in_use
 from cacheprobe.trace.tables.token_history import COMMITTED, token_history

@@ -36,7 +36,7 @@ def read_rows(
     rows: pd.DataFrame,
     targets: Mapping[int, int] | None = None,
 ) -> tuple[dict[str, Tensor], dict[int, str]]:
-    """Reads stored states of the given rows through a lens. Returns (the columns of `LensReader.finish`, {} without
+    """Reads stored states of the given rows through a lens. Returns (the columns of `LensReader.take`, {} without
     readings; request id -> why the lens failed, for each request without readings).
 
     layers: captured layers. Layers that did not run for a row (an early exit) are left out.
@@ -56,7 +56,7 @@ def read_rows(
                 place = dict(request_id=row.request_id, step=row.step)
                 queued.append(Queued(row.row, row.position, own[: len(ran)], ran, following[row.row], **place))
         reader.queue_together(queued)
-    return reader.finish(), reader.errors
+    return reader.take(), reader.errors
 
 
 def committed_after(trace: TraceData, rows: pd.DataFrame) -> dict[int, int]:

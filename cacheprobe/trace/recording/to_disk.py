@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import TypedDict
 
 from cacheprobe.core.values import JsonDict, folder, num_bytes
@@ -12,7 +13,6 @@ from cacheprobe.trace.journal import Journal
 from cacheprobe.trace.places import recording
 from cacheprobe.trace.recording.background import Background
 from cacheprobe.trace.recording.disk_writer import DiskWriter, part_bytes_of
-from cacheprobe.trace.recording.observers import Stop
 
 
 class ImportOutput(TypedDict, total=False):
@@ -46,7 +46,7 @@ def to_disk(
     overwrite: bool = False,
     memory_budget: "int | str | None" = None,
     journal: Journal | None = None,
-    stop: Stop | None = None,
+    stop: Event | None = None,
 ) -> Iterator[DiskWriter | None]:
     """Lets only this process record a run in the directory `out` during a `with` block; see `places.recording`. Yields
     None if `out` is None.

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from cacheprobe.core.values import listed, whole_number
-from cacheprobe.trace.importers.sequences import prompt_mask, split_sequences
+from cacheprobe.trace.importers.common import prompt_mask, split_sequences
 from cacheprobe.trace.replays.response import ReplayRefused, Response, accepted_drafts, drafts_in, ids_in, nats_in
 
 LARGEST_BYTES = 2**28

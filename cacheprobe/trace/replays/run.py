@@ -177,14 +177,10 @@ def _cut(response: Response, request: Request) -> dict[int, tuple[int, ...]]:
 
 def _warn_of_unverified(trace: Trace, drafts: Mapping[int, Mapping[int, tuple[int, ...]]]) -> None:
     """Warns of the first draft that no verify pass fed whole."""
-    events, lengths = trace.events(), {one.request_id: one.num_prompt_tokens for one in trace.requests}
-    verified = events[events.phase == "verify"]
-    fed: dict[tuple[int, int], tuple[int, ...]] = {}
-    for request_id, own in verified.groupby("request_id"):
-        place = lengths[request_id] + 1  # the first token comes from the prompt's pass
-        for line in own.sort_values("step").itertuples():
-            fed[int(request_id), place - lengths[request_id]] = tuple(int(token) for token in line.draft_token_ids)
-            place += len(line.committed_token_ids)
+    lengths = {one.request_id: one.num_prompt_tokens for one in trace.requests}
+    verified = trace.event_table.dropna(subset=["draft_start"])
+    lines = verified[["request_id", "draft_start", "draft_token_ids"]].itertuples(index=False)
+    fed = {(r, int(start) - lengths[r]): tuple(map(int, ids)) for r, start, ids in lines}
     given = [(request_id, start) for request_id, of in drafts.items() for start in of]
     lost = [(r, start) for r, start in given if fed.get((r, start)) != tuple(drafts[r][start])]
     if lost:

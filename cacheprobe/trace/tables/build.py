@@ -17,7 +17,21 @@ from cacheprobe.trace.tables.schema import TABLES, arrow_table, typed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cacheprobe.trace.recording.lens_reader import Queued
+
+@dataclass(slots=True)
+class Queued:
+    """Holds one row's states at all captured layers that ran, and the token committed next, until a lens reads them."""
+
+    row: int
+    position: int
+    states: "Tensor"
+    """[layers, m], in the model's dtype."""
+    layers: "Tensor"
+    """[layers]: the layer after which each state was taken."""
+    target: int = -1
+    """Token committed at the next position; -1 for none."""
+    request_id: int = -1
+    step: int = -1
 
 
 @dataclass(slots=True)
@@ -36,7 +50,7 @@ class RowRecord:
     status: str = ""
     row: int = -1
     """Its number in the rows table; -1 before its step has ended."""
-    reading: "Queued | None" = None
+    reading: Queued | None = None
     """What a lens is to read of it."""
     features: "tuple[Tensor, Tensor] | None" = None
     """Its largest features [k] of a dictionary, and their activations [k]; None if they are not recorded."""
@@ -112,7 +126,7 @@ def hypotheses_table(
     committed_token_id, committed_token: the token committed at p + 1, null if there is none; rank,
     committed_logprob_nats: that token's rank (0 is the most likely) and log-probability in this reading; agrees:
     whether the committed token is the most likely one.
-    columns: from `LensReader.finish`.  rows: as from `rows_table`.
+    columns: from `LensReader.take`.  rows: as from `rows_table`.
     """
     columns = {name: np.asarray(column) for name, column in columns.items()}
     about = rows.set_index("row").loc[columns["row"]]
@@ -241,7 +255,7 @@ def tokens_table(
     """Returns a DataFrame with one line for every token of a run's rows, events and readings.
 
     Columns: token_id, token (its text, with signs such as ␣ for white space).
-    tokens: committed ids by request.  columns: from `LensReader.finish`, {} without a lens.
+    tokens: committed ids by request.  columns: from `LensReader.take`, {} without a lens.
     """
     listed = [*tokens.values(), *(ids for name in _EVENT_IDS for ids in events[name])]
     parts = [rows.token_id.to_numpy(), *(np.asarray(ids, dtype=np.int64) for ids in listed)]
