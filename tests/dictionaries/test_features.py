@@ -97,17 +97,3 @@ def test_the_drafters_rows_are_left_out_above_its_layer(trace: cp.Trace) -> None
     assert len(shallow) and not set(shallow.row) & set(trace.features(mine).row)
     with pytest.raises(ValueError, match="the drafter stopped after layer 1"):
         trace.features(mine, rows=shallow)
-
-
-@pytest.mark.parametrize("planted", ["order", "rows"])
-def test_a_planted_error_is_noticed(
-    trace: cp.Trace, planted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if planted == "order":
-        right = Dictionary.top
-        monkeypatch.setattr(Dictionary, "top", lambda *a: tuple(part.flip(1) for part in right(*a)))
-    else:
-        encode = Dictionary.encode
-        monkeypatch.setattr(Dictionary, "encode", lambda self, states: encode(self, states.roll(1, 0)))
-    with pytest.raises(AssertionError):
-        test_the_table_is_that_of_the_twin(trace, "standard", "T", 2, tmp_path)

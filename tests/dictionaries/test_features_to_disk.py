@@ -55,20 +55,6 @@ def test_they_are_those_of_the_run_in_memory(settings: dict[str, Any], tmp_path:
         assert wanted.equals(on_disk.features(mine, top=8))
 
 
-def test_features_that_rows_share_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: rows of an equal prompt take their features from an earlier part."""
-    right = Recorder.on_shared_prompt
-
-    def without(self: Recorder, request_id: int, *given: int) -> None:
-        right(self, request_id, *given)
-        for row in self._unconfirmed.rows:
-            row.features = None if row.request_id == request_id else row.features
-
-    monkeypatch.setattr(Recorder, "on_shared_prompt", without)
-    with pytest.raises(AssertionError):
-        test_they_are_those_of_the_run_in_memory(dict(capture="SZ", deterministic=[0, 4], max_batch=2), tmp_path)
-
-
 def test_they_are_read_while_the_run_grows(tmp_path: Path) -> None:
     mine, settings = random_dictionary(), {k: v for k, v in LONG.items() if k != "progress"}
     settings |= {"drafter": cp.drafters.EarlyExit(layer=1), "dictionary": mine, "capture": "S"}

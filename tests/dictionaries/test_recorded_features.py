@@ -1,6 +1,5 @@
 """Features recorded during a run, without the states: the same numbers as from stored states, rejected drafts too."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,6 @@ import cacheprobe as cp
 from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.lenses.dictionaries.dictionary import Dictionary, DictionaryError
-from cacheprobe.trace.recording.features import FeatureRecorder
-from cacheprobe.trace.recording.recorder import Recorder
-from cacheprobe.trace.tables.build import RowRecord
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -47,15 +43,6 @@ def test_they_are_those_of_the_stored_states(architecture: str, site: str, layer
     assert sparse.features(top=4, rows=rows).equals(stored.features(mine, top=4, rows=rows))
 
 
-def test_they_are_saved_and_loaded(tmp_path: Path) -> None:
-    trace = recorded(random_dictionary(), sites="Z")
-    again = cp.load_trace(trace.save(tmp_path / "run"))
-    assert again.features().equals(trace.features())
-    about = again.meta["capture"]["dictionary"]
-    assert about == {"hook": random_dictionary().hook, "site": "S", "layer": 1, "sha256": random_dictionary().sha256}
-    assert len(trace.hypotheses())
-
-
 @pytest.mark.parametrize("capture", ["STCZ", cp.CaptureConfig("Z", top_features=4)])
 def test_the_keyword_is_the_field(capture: "str | cp.CaptureConfig | None") -> None:
     mine = random_dictionary()
@@ -74,11 +61,6 @@ def test_filters_choose_the_rows() -> None:
     assert lost.equals(whole[whole.status == "rolled_back"].reset_index(drop=True)) and len(lost)
     some = recorded(mine, positions=[3, 5]).features()
     assert some.equals(whole[whole.position.isin([3, 5])].reset_index(drop=True)) and len(some)
-
-
-def test_more_features_than_there_are_is_all() -> None:
-    mine = random_dictionary()
-    assert recorded(mine, top_features=49).features(top=99).equals(recorded(mine, top_features=48).features(top=99))
 
 
 def test_another_place_or_number_is_refused() -> None:
@@ -104,32 +86,6 @@ def test_a_failed_pass_leaves_no_features(monkeypatch: pytest.MonkeyPatch) -> No
     trace = recorded(mine, sites="S")
     assert trace.events().step.max() > whole.events().step.max() and set(trace.meta["finish"].values()) == {"length"}
     assert trace.features().equals(trace.features(mine, top=4)), "features of another row"
-
-
-def test_features_of_a_failed_pass_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: features under the numbers of earlier rows, as many as the failed pass had."""
-    lost: list[Any] = []
-    fail, table = Recorder.on_failure, FeatureRecorder.table
-
-    def counting(self: Recorder, step: int) -> None:
-        lost.extend(self._unconfirmed.rows)
-        fail(self, step)
-
-    def shifted(self: FeatureRecorder, rows: list[RowRecord]) -> pd.DataFrame:
-        return table(self, [replace(row, row=max(0, row.row - len(lost))) for row in rows])
-
-    monkeypatch.setattr(Recorder, "on_failure", counting)
-    monkeypatch.setattr(FeatureRecorder, "table", shifted)
-    with pytest.raises(AssertionError, match="features of another row"):
-        test_a_failed_pass_leaves_no_features(monkeypatch)
-
-
-def test_other_numbers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: features of the neighbour's state."""
-    right = FeatureRecorder.find
-    monkeypatch.setattr(FeatureRecorder, "find", lambda self, rows, states: right(self, rows, states.roll(1, 0)))
-    with pytest.raises(AssertionError):
-        test_they_are_those_of_the_stored_states("topk", "S", 1, torch.float32)
 
 
 def test_what_cannot_be_recorded_is_refused() -> None:

@@ -21,8 +21,9 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.ops.sampling import choose_token
+from tests.by_hand import generated
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
-from tests.twins.equivalence import greedy_continuation, ngram_draft_slowly
+from tests.twins.equivalence import ngram_draft_slowly
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_new_tokens=40, stop_token_ids=(), stop=())
 
@@ -205,7 +206,7 @@ def test_a_second_model_drafts_what_it_would_say_alone(seed: int) -> None:
         for state, proposal in zip(asked, drafter.extend(Context(), asked), strict=True):
             num_grown += bool(state.draft)
             assert len(proposal) == 5 - len(state.draft)
-            assert proposal == greedy_continuation(small, [*state.token_ids, *state.draft], len(proposal))
+            assert proposal == generated(small, [*state.token_ids, *state.draft], len(proposal))
             strange = [dice.randrange(VOCAB) for _ in range(dice.randrange(1, 8))]
             match dice.randrange(6):
                 case 0:  # some are kept, and the drafter is asked again before any verdict
@@ -243,7 +244,7 @@ def test_a_second_model_keeps_rows_only_for_requests_that_live() -> None:
 
 
 def test_a_second_model_stops_where_nothing_more_could_be_committed() -> None:
-    want = greedy_continuation(hf_model(), PROMPTS[0], 6)
+    want = generated(hf_model(), PROMPTS[0], 6)
     assert len(set(want[:3])) == 3
 
     def draft(length: int = 6, **settings) -> list[int]:

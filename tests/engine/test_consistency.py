@@ -103,17 +103,3 @@ def test_no_narrow_pass_runs_where_bits_depend_on_the_shape_or_on_interventions(
     assert narrow_widths(cp.load_model(hf_model()), config) == ()  # the bridge attends over the whole batch at once
     fast = choose_path(cp.load_model(hf_model()), "fast")[0]
     assert narrow_widths(fast, config, Hooked(edited=(("S", 0),))) == ()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_of_narrow_passes_has_the_bits_of_whole_windows(dtype: torch.dtype, monkeypatch) -> None:
-    model = cp.load_model(hf_model(dtype=dtype))
-    settings: dict[str, Any] = dict(window=8, group=2, capacity=96, max_new_tokens=24, progress=False)
-    settings |= dict(drafter=cp.drafters.NGram(), deterministic=True, sampling=cp.SamplingParams(temperature=0.7))
-    narrow = cp.run(model, PROMPTS, **settings)
-    monkeypatch.setattr(shapes, "narrow_widths", lambda *given: ())
-    whole = cp.run(model, PROMPTS, **settings)
-    widths = {int(width) for width in narrow.events().query("phase == 'verify'").batch_slots}
-    assert widths == ({2, 4, 8} if model.operations else {8})
-    for i in range(len(PROMPTS)):
-        assert narrow.digest(i) == whole.digest(i)

@@ -1,13 +1,11 @@
 """Who runs when: arrivals, limits, preemption and cancellation, and that nobody is lost on the way."""
 
-import random
-
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.records import Request
 from tests.invariants.machines import Meddler, tiny
-from tests.invariants.runs import NEW, PROMPTS, RUN, Watched, babbler, outcome
+from tests.invariants.runs import NEW, PROMPTS, RUN, Watched, babbler
 
 pytestmark = pytest.mark.determinism
 
@@ -57,21 +55,6 @@ def test_kv_rows_is_never_exceeded(drafter) -> None:
     assert 20 < max(held) <= 36 and run.trace.meta["preemptions"]
 
 
-def test_cancelling_a_preempted_request_ends_that_one_alone() -> None:
-    """It holds no cache row; taking one away from it ended the whole run ("cache row -1 was released twice")."""
-    run = Watched(tiny(), PROMPTS[:2], deterministic=True, max_kv_tokens=24)
-    for _ in run:
-        state = run.states[1]
-        if state.cache_row < 0 and 0 < state.num_generated < NEW:
-            state.is_cancel_requested = True
-    assert run.states[1].is_cancel_requested, "nothing was preempted"
-    assert run.trace.meta["finish"] == {"0": "length", "1": "cancelled"}
-    want = cp.reference(tiny(), PROMPTS[:2], **RUN)
-    assert run.trace.committed(0) == want.committed(0)
-    assert run.trace.committed(1) == want.committed(1)[: len(run.trace.committed(1))]
-    assert run.cache.num_free_rows == run.cache.rows
-
-
 def test_cancelling_one_that_waits_preempts_nobody() -> None:
     def preempted(is_cancelled: bool) -> list:
         run = Watched(tiny(), PROMPTS[:2] + [[1, 5]], deterministic=True, max_batch=2, max_kv_tokens=40)
@@ -99,26 +82,3 @@ def test_every_moment_is_right_for_cancelling() -> None:
         assert said == want.committed(1)[: len(said)]
         assert run.cache.num_free_rows == run.cache.rows
     assert moments >= 8
-
-
-def test_a_penalty_survives_preemption() -> None:
-    """Rows are rebuilt from tokens that are all known by then; the penalty must count those before each position only.
-    (It counted all, and the rebuilt rows seemed to have other tokens: the request ended with an error.)"""
-    sampling = SamplingParams(repetition_penalty=1.5, temperature=0.8, seed=3)
-    want = cp.reference(tiny(), PROMPTS[:2], **RUN, sampling=sampling)
-    run = Watched(
-        tiny(), PROMPTS[:2], deterministic=True, max_kv_tokens=24, sampling=sampling, capture="STC"
-    ).finished()
-    assert run.trace.meta["preemptions"] and not run.trace.meta["errors"]
-    assert outcome(run.trace, 1).digest == outcome(want, 1).digest
-
-
-def test_preempted_again_and_again() -> None:
-    """Many requests over very few rows: each is preempted several times, and none starves."""
-    rng = random.Random(5)
-    prompts = [[rng.randrange(97) for _ in range(rng.randrange(1, 9))] for _ in range(8)]
-    want = cp.reference(tiny(), prompts, **RUN)
-    run = Watched(tiny(), prompts, deterministic=True, max_kv_tokens=30).finished()
-    times = [[r for r, _ in run.trace.meta["preemptions"]].count(i) for i in range(8)]
-    assert sum(times) >= 4
-    assert [run.trace.committed(i) for i in range(8)] == [want.committed(i) for i in range(8)]

@@ -26,26 +26,6 @@ def lengths(trace: cp.Trace, request_id: int = 0) -> list[int]:
     return trace.events().query(f"phase == 'verify' and request_id == {request_id}").draft_token_ids.map(len).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_tokens_of_many_rows_are_those_of_each(dtype: torch.dtype) -> None:
-    """One reading of all rows of a pass gives the tokens and margins that each row alone gives, ties included."""
-    model = loaded("llama", dtype)
-    logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    logits[3, [4, 60, 4000]] = logits[3].max() + 1  # three are equal
-    together = committer.top_choices(model, logits)
-    assert [[one] for one in together] == [committer.top_choices(model, row[None]) for row in logits]
-    if model.operations is None:
-        assert together == [None] * 7
-        return
-    for row, likeliest in zip(logits, together, strict=True):
-        assert likeliest is not None
-        for token_id in (int(np.argmax(row.float().numpy())), 17):
-            alone, read = committer.describe(token_id, row), committer.describe(token_id, row, likeliest)
-            assert (alone.token_id, alone.margin_nats) == (read.token_id, read.margin_nats)
-            assert math.isclose(alone.logprob_nats, read.logprob_nats, abs_tol=1e-5)  # sums are reordered
-        assert likeliest.token_id == int(np.argmax(row.float().numpy()))
-
-
 @pytest.mark.parametrize(("draft_length", "kind"), [(1, "scripted"), (3, "fast path"), (50, "scripted")])
 def test_no_draft_is_longer_than_asked(draft_length: int, kind: str) -> None:
     want = cp.reference(rounding_by_shape(), PROMPTS[:2], **LONG, sampling=HOT)

@@ -17,7 +17,6 @@ from cacheprobe.kvcache.status import (
 )
 from tests.invariants.machines import Call, Faulty, tiny
 from tests.invariants.runs import PROMPTS, Watched
-from tests.request_checks import FIELDS, check
 
 Transition = tuple[Status, Status]
 
@@ -91,57 +90,6 @@ def made(status: Status) -> SequenceState:
         reason = {status: reason for reason, status in STATUS_OF_REASON.items()}.get(status, "length")
         state.end(reason, "a kernel failed" if status is Status.FAILED else None)
     return state
-
-
-SET = dict(
-    cache_row=0, cache=KVCache(1, 16, [(2, 4, 4)], torch.float32), prompt_logits=torch.zeros(3), num_prefilled=3,
-    draft=[5], draft_probs={4: (5, torch.ones(3))}, token_ids=[1, 2, 3, 9], finish="length", error="why",
-    kept_rows="rows",
-)  # fmt: skip
-UNSET = dict(
-    cache_row=-1, cache=None, prompt_logits=None, num_prefilled=0, draft=[], draft_probs={}, token_ids=[1, 2, 3],
-    finish=None, error=None, kept_rows=None,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("status", Status)
-def test_every_status_passes_its_check(status: Status) -> None:
-    check(made(status))
-
-
-@pytest.mark.parametrize("name", FIELDS)
-@pytest.mark.parametrize("status", Status)
-def test_a_field_that_does_not_fit_the_status_is_noticed(status: Status, name: str) -> None:
-    must, may = FIELDS[name]
-    field = "token_ids" if name == "num_generated" else name
-    for values, is_right in ((SET, status in may), (UNSET, status not in must)):
-        state = made(status)
-        setattr(state, field, values[field])
-        if is_right:
-            continue
-        with pytest.raises(StatusError, match=f"request 7 is {status.value}, but its {name} is"):
-            check(state)
-
-
-def test_the_cache_holds_what_was_committed_and_drafted() -> None:
-    """From every committed token but the newest to the whole draft."""
-    for length, is_right in ((2, False), (3, True), (4, True), (6, True), (7, False)):
-        state = made(Status.RUNNING)
-        state.draft = [5, 6]
-        state.cache.lengths[state.cache_row] = length
-        if is_right:
-            check(state)
-            continue
-        with pytest.raises(StatusError, match=f"running and has {length} tokens in the cache, 4 committed and 2 draft"):
-            check(state)
-    state = made(Status.RUNNING)
-    state.num_prefilled = 2
-    with pytest.raises(StatusError, match="its prompt is read to 2"):
-        check(state)
-    state = made(Status.FINISHED)
-    state.finish = "cancelled"
-    with pytest.raises(StatusError, match="is finished, but its finish is 'cancelled'"):
-        check(state)
 
 
 def test_a_run_that_breaks_the_invariant_stops_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:

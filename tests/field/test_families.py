@@ -5,8 +5,6 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,8 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.files import SLIDING_FAMILIES
-from cacheprobe.models.plain.sites import PlainSites
 from tests.field import __main__ as command
 from tests.field import rows, table
 from tests.field.columns import COLUMNS, PROMPTS
@@ -90,82 +85,6 @@ def test_a_model_that_transformer_lens_cannot_describe_is_refused_by_name() -> N
     """TransformerLens raises a TypeError for a config without sizes of its own, such as BLT's."""
     with pytest.raises(ModelError, match=r"TransformerBridge does not take BltForCausalLM: .*missing"):
         cp.load_model(tiny_family("blt"))
-
-
-def _plant_forgetful_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rollback after which the first rejected token's keys and values come back."""
-    truncate, store = KVCache.truncate, StagedCache.store
-    stale: dict[int, tuple[int, int, list[Tensor], list[Tensor]]] = {}
-
-    def remember(cache: KVCache, row: int, length: int) -> None:
-        keys, values = ([t[row, :, length].clone() for t in tensors] for tensors in (cache.keys, cache.values))
-        stale[id(cache)] = row, length, keys, values
-        truncate(cache, row, length)
-
-    def store_again(staged: StagedCache, layer: int, *arguments: Any) -> None:
-        store(staged, layer, *arguments)
-        if id(staged.cache) in stale:
-            row, slot, keys, values = stale[id(staged.cache)]
-            staged.keys[layer][row, :, slot], staged.values[layer][row, :, slot] = keys[layer], values[layer]
-
-    monkeypatch.setattr(KVCache, "truncate", remember)
-    monkeypatch.setattr(StagedCache, "store", store_again)
-
-
-def _plant_early_t(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T captured at the attention, before the norm that follows."""
-    own = PlainSites._add_hooks
-
-    def early(self: PlainSites, stack: ExitStack, site: str, layer: int, edit: Edit) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            if site == "T":
-                block = self.blocks[layer]
-                parts = (replace(block.attended[0], path=block.attention),)
-                patch.setattr(self, "blocks", {layer: replace(block, attended=parts)})
-            own(self, stack, site, layer, edit)
-
-    monkeypatch.setattr(PlainSites, "_add_hooks", early)
-
-
-def _plant_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last norm that is changed before the model is loaded, and not in the copy that generates."""
-    load = rows.load_model
-
-    def spoilt(live: Any, **settings: Any) -> Any:
-        with torch.no_grad():
-            live.model.norm.weight.mul_(torch.linspace(-1, 1, live.config.hidden_size))
-        return load(live, **settings)
-
-    monkeypatch.setattr(rows, "load_model", spoilt)
-
-
-def _plant_lost_edit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Edits that are computed and not applied."""
-    own = PlainSites._add_hooks
-
-    def lost(self: PlainSites, stack: ExitStack, site: str, layer: int, edit: Callable[[Tensor], object]) -> None:
-        own(self, stack, site, layer, lambda value: (edit(value), None)[1])
-
-    monkeypatch.setattr(PlainSites, "_add_hooks", lost)
-
-
-@pytest.mark.parametrize(
-    ("plant", "family", "column"),
-    [
-        (_plant_forgetful_rollback, "opt", "rollback"),
-        (_plant_early_t, "kolibri1", "S/T/C"),
-        (_plant_lost_edit, "opt", "edits"),
-        (_plant_other_weights, "llama", "generate"),
-    ],
-    ids=["a rejected row comes back", "T before its norm", "a lost edit", "other weights"],
-)
-def test_a_planted_fault_turns_its_column_red(
-    plant: Callable[[pytest.MonkeyPatch], None], family: str, column: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows, "COLUMNS", {column: COLUMNS[column]})
-    assert measure(family).cells == {"loads": True, column: True}
-    plant(monkeypatch)
-    assert measure(family).cells == {"loads": True, column: False}
 
 
 def _dies(names: list[str], results: Any) -> None:

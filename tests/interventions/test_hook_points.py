@@ -6,6 +6,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.hook_names import place_of
 from cacheprobe.edits.interventions import function, swap, zero
+from tests.by_hand import forward
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 
@@ -54,18 +55,12 @@ def test_other_names_are_refused(site: str, layer: int | None, says: str) -> Non
 def test_the_block_of_nnsight_is_the_block_that_changes(family: str) -> None:
     """close(1e-4): another order of the same sums. Against a plain hook on Hugging Face's block."""
     live, path = hf_model(family), {"gpt2": "transformer.h.0"}.get(family, "model.layers.0")
-    changed = zero(request_id=0, site=f"{path}.output[0]", positions=[2])
-    trace = cp.run(loaded(family), [PROMPTS[0]], **SMALL | {"max_new_tokens": 1}, interventions=[changed])
-
-    def hook(module: object, inputs: object, out: torch.Tensor) -> torch.Tensor:
-        out = out.clone()
-        out[:, 2] = 0
-        return out
-
-    with live.get_submodule(path).register_forward_hook(hook), torch.no_grad():
-        states = live(torch.tensor([PROMPTS[0]]), output_hidden_states=True).hidden_states
-    torch.testing.assert_close(trace.states("S", 0, 0), states[1][0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(trace.states("S", 1, 0), states[2][0], rtol=1e-4, atol=1e-4)
+    edit = zero(request_id=0, site=f"{path}.output[0]", positions=[2])
+    trace = cp.run(loaded(family), [PROMPTS[0]], **SMALL | {"max_new_tokens": 1}, interventions=[edit])
+    with changed(live.get_submodule(path), lambda states: states[:, 2].zero_()):
+        _, states = forward(live, PROMPTS[0])
+    for layer in (0, 1):
+        torch.testing.assert_close(trace.states("S", layer, 0), states[layer], rtol=1e-4, atol=1e-4)
 
 
 def test_every_function_takes_a_hook_point() -> None:

@@ -82,17 +82,6 @@ def test_a_run_equals_a_plain_hook_without_a_cache(site: str, head: int | None, 
     assert plain.committed(0) == trace.committed(0)
 
 
-def test_added_vectors_are_added() -> None:
-    vector = torch.randn(32, generator=torch.Generator().manual_seed(1))
-    settings = {**LIGHT, "capture": "SC"}
-    plain = cp.run(loaded(), PROMPTS[:1], **settings)
-    trace = cp.run(
-        loaded(), PROMPTS[:1], interventions=add(vector, request_id=0, site="C", layer=1, positions=3), **settings
-    )
-    assert bitwise(trace.states("C", 1, 0)[3], plain.states("C", 1, 0)[3] + vector)
-    assert bitwise(trace.states("C", 1, 0)[:3], plain.states("C", 1, 0)[:3])
-
-
 CHANGED = [0, 2]
 
 
@@ -127,15 +116,6 @@ def test_changed_deterministic_requests_equal_the_oracle_under_traffic() -> None
     plain = cp.reference(model, requests[:3], **settings)
     assert [trace.digest(i) == plain.digest(i) for i in range(3)] == [False, True, False]
     assert trace.meta["preemptions"] and trace.num_rolled_back > 0
-
-
-def test_changed_drafts_change_no_token() -> None:
-    """In phase decode alone, what is changed is the fast path's guess: D3."""
-    settings = dict(**LIGHT, deterministic=True)
-    one = zero(request_id=0, site="S", layer=2, phases="decode", own_fingerprint=True)
-    plain, trace = (cp.run(loaded(), PROMPTS[:1], interventions=given, **settings) for given in ((), one))
-    assert plain.digest(0) == trace.digest(0)
-    assert plain.num_rolled_back == 0 < trace.num_rolled_back
 
 
 def test_steps_choose_passes_and_an_preemption_forgets_nothing() -> None:
@@ -221,10 +201,3 @@ def test_hooks_are_gone_after_the_run() -> None:
     again = cp.run(model, PROMPTS[:1], **LIGHT)
     assert again.digest(0) == plain.digest(0) and again.fingerprint == plain.fingerprint
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.fast_trial.fast.model.modules())
-
-
-def test_one_that_never_acts_is_told() -> None:
-    one = zero(request_id=0, site="S", layer=0, positions=12)
-    stopping = cp.SamplingParams(stop_token_ids=range(97))
-    with pytest.warns(RuntimeWarning, match="zero of request 0 at site S of layer 0 changed no row; no pass computed"):
-        cp.run(loaded(), PROMPTS[:1], interventions=one, sampling=stopping, **LIGHT)

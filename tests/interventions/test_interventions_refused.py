@@ -9,6 +9,7 @@ from cacheprobe.edits.interventions.checks import require_hooks
 from cacheprobe.engine.drafters import DraftModel, EarlyExit, FastPath, NGram
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.ops.equality import close
+from tests.by_hand import first_of
 from tests.drafters.test_drafters import near
 from tests.interventions.test_interventions import SUMS, generated_slowly, hooked_slowly
 from tests.thinking.test_thinking_engine import RUN, lm
@@ -51,10 +52,6 @@ def by_hand(text: list[int], num_layers: int, changes: dict[int, float]) -> tupl
         model(torch.tensor([text]), use_cache=False)
         handle.remove()
         return held[0], int(model.lm_head(model.model.norm(held[0])).argmax())
-
-
-def first_of(output: "torch.Tensor | tuple") -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 @pytest.mark.parametrize(("drafter", "num_layers"), [(FastPath(), 3), (EarlyExit(layer=1), 2)], ids=str)

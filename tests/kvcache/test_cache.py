@@ -3,26 +3,13 @@
 import pytest
 import torch
 
-from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.ledger import CacheIntegrityError
-from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.staged import PassAttention, StagedCache
-from tests.tiny import loaded
 
 
 def make(rows: int = 3, capacity: int = 16) -> KVCache:
     return KVCache(rows, capacity, [(2, 4, 4), (2, 4, 6)], torch.float32)
-
-
-def test_rows_are_written_by_absolute_position() -> None:
-    cache = make()
-    k = torch.randn(2, 2, 3, 4)
-    keys, values = StagedCache(cache, [2, 0], [5, 0], 3).write(0, k, k)
-    assert keys.shape == (2, 2, 16, 4)
-    assert torch.equal(cache.keys[0][2, :, 5:8], k[0]) and torch.equal(cache.keys[0][0, :, :3], k[1])
-    assert torch.equal(keys[0], cache.keys[0][2]) and torch.equal(values[1], cache.values[0][0])
-    assert not cache.keys[0][1].any()
 
 
 def test_contiguous_rows_are_a_view_and_others_a_copy() -> None:
@@ -42,29 +29,6 @@ def test_pads_must_fit_and_the_message_names_the_number() -> None:
         StagedCache(cache, [cache.allocate()] * 2, [0, 0], 1)
     with pytest.raises(CacheIntegrityError, match="for staged"):
         StagedCache(make(), [0], [0], 1).write(0, torch.zeros(1, 2, 2, 4), torch.zeros(1, 2, 2, 4))
-
-
-def test_mask_hides_everything_after_each_position() -> None:
-    cache = make(capacity=6)
-    mask = StagedCache(cache, [0, 1], [0, 3], 2).mask(torch.float32, "cpu")
-    visible = (mask[:, 0] == 0).sum(-1)
-    assert mask.shape == (2, 1, 2, 6) and visible.tolist() == [[1, 2], [4, 5]]
-    assert torch.isfinite(mask).all() and mask.dtype == torch.float32  # never boolean
-
-
-def test_ledger_follows_a_rollback() -> None:
-    cache = make()
-    row = cache.allocate()
-    cache.extend(row, 0, 5, "prefill")
-    cache.extend(row, 5, 9, "provisional")
-    cache.check_integrity()
-    cache.truncate(row, 5)
-    cache.extend(row, 5, 7, "verified")
-    assert cache.ledger.names(row, 9) == ["prefill"] * 5 + ["verified"] * 2 + ["free"] * 2
-    cache.check_integrity()
-    cache.release(row)
-    cache.check_integrity()
-    assert cache.num_free_rows == 3
 
 
 @pytest.mark.parametrize(
@@ -121,28 +85,3 @@ def test_impossible_moves_are_refused() -> None:
     cache.release(row)
     with pytest.raises(CacheIntegrityError, match="twice"):
         cache.release(row)
-
-
-def test_any_split_of_a_sequence_gives_the_same_logits() -> None:
-    """Phase is a label: prefill, decode and verify are one case. Stale rows of a rolled-back draft do not matter."""
-    model = loaded()
-    tokens = torch.tensor([[5, 9, 2, 33, 41, 8, 60, 3, 17]])
-    whole = model.forward(tokens, model.new_cache(1, 32), [0], [0])
-    for parts in ([6, 1, 1, 1], [4, 4, 1], [1] * 9):
-        cache, start, pieces = model.new_cache(2, 32), 0, []
-        for width in parts:
-            model.forward(torch.full((1, 5), 96), cache, [1], [start])  # a wrong draft, rolled back by starting again
-            pieces.append(model.forward(tokens[:, start : start + width], cache, [1], [start]))
-            start += width
-        assert (torch.cat(pieces, 1) - whole).abs().max() < 1e-4 * whole.abs().max()
-
-
-def test_a_commit_settles_the_whole_draft() -> None:
-    sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(), stop=())
-    state = SequenceState(Request([1, 2], request_id=0, prompt_token_ids=(1, 2)), True, sampling)
-    state.draft += [7, 8]
-    state.draft_is_closed = True
-    assert state.newest == (8, 3) and state.last_committed_position == 1
-    state.commit((7, 9))
-    assert (state.token_ids, state.draft, state.draft_is_closed) == ([1, 2, 7, 9], [], False)
-    assert state.newest == (9, 3) and (state.num_generated, state.num_left) == (2, 6)

@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 import cacheprobe as cp
 from cacheprobe.kvcache.ledger import CacheIntegrityError
-from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache, RecurrentMemory, memory_of
+from cacheprobe.kvcache.recurrent import RecurrentCache, memory_of
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.plain.recurrence import RecurrentPlaces, StepForward
 from cacheprobe.ops.equality import close
 from tests.feeding import fed_in_parts, texts
 from tests.field.original import generated
@@ -115,70 +114,6 @@ def test_ragged_texts_with_pads_and_wrong_blocks(family: str) -> None:
         # chunks of tokens and single tokens round differently, by about 1e-6 of the largest value; a pad, wrong token
         # or other row in a state changes logits by more than .1
         assert close(ours[f"logits row {b}"], theirs, 1e-4, because="sums are reordered")
-
-
-def rolled_back(family: str, *, wrong: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of four tokens after six, and all states; `wrong`: after four other tokens that were taken back."""
-    one, ids = model(family), torch.tensor([PROMPTS[0]])
-    held = one.new_cache(1, 32)
-    held.allocate()
-    one.forward(ids[:, :6], held, [0], [0])
-    held.extend(0, 0, 6, "prefill")
-    if wrong:
-        one.forward(torch.tensor([[70, 71, 72, 73]]), held, [0], [6])
-        held.extend(0, 6, 10, "provisional")
-        held.truncate(0, 6)
-    logits = one.forward(ids[:, 6:10], held, [0], [6]).clone()
-    memory = memory_of(held)
-    assert memory is not None
-    stored = [tensor[0, :, :10] for tensor in (*held.keys, *held.values)]
-    return logits, [*stored, *(value for *_, value in memory.states(0))]
-
-
-def same_after_rollback(family: str) -> bool:
-    (clean, states), (rolled, others) = (rolled_back(family, wrong=wrong) for wrong in (False, True))
-    assert len(states) >= 10, "no states were compared"
-    same = [torch.equal(a, b) for a, b in zip(states, others, strict=True)]
-    return torch.equal(clean, rolled) and all(same)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_rollback_is_exact_to_the_bit(family: str) -> None:
-    assert same_after_rollback(family)
-
-
-def test_a_state_that_is_not_restored_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault of `crop` on recurrent states: the newest state stays after a rollback."""
-    after = RecurrentMemory.after
-
-    def newest(self: RecurrentMemory, layer: int, row: int, position: int) -> LayerStates:
-        kept = [at for number, at, *_ in self.states(row) if number == layer]
-        return after(self, layer, row, max(kept, default=-1) if position >= 0 else -1)
-
-    right = oracle("bamba")
-    monkeypatch.setattr(RecurrentMemory, "after", newest)
-    assert not same_after_rollback("bamba")
-    drafter = wrong_at(right, [1, 0, None, 2, 1])
-    trace = cp.run(model("bamba"), PROMPTS, drafter=drafter, **SHAPE)
-    assert [trace.committed(r) for r in range(5)] != [right.committed(r) for r in range(5)]
-
-
-def test_pads_before_a_token_would_change_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole window fed as one chunk: the state after it holds the pads."""
-    steps = StepForward._steps
-
-    def last_state(self: StepForward, inputs: Any, places: RecurrentPlaces, step: Any) -> Any:
-        out = steps(self, inputs, places, step)
-        for row, start in zip(places.rows, places.starts, strict=True):
-            last = places.memory.after(self.layer, row, start + inputs.shape[1] - 1)
-            for t in range(inputs.shape[1]):
-                places.memory.record(self.layer, row, start + t, last)
-        return out
-
-    want = oracle("mamba2")
-    monkeypatch.setattr(StepForward, "_steps", last_state)
-    trace = cp.run(model("mamba2"), PROMPTS, drafter=wrong_at(want, [1, 0, None, 2, 1]), **SHAPE)
-    assert [trace.committed(r) for r in range(5)] != [want.committed(r) for r in range(5)]
 
 
 def test_few_positions_are_kept_if_states_are_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,6 @@ def went_on(rows: KVSnapshot, prompt: list[int] = PROMPT, **settings) -> cp.Trac
     return cp.run(loaded(), [cp.Request(prompt, cached=rows, own_fingerprint=True)], **{**LIGHT, **settings})
 
 
-def test_unchanged_rows_go_on_as_if_nothing_had_happened() -> None:
-    rows = cp.kv_snapshot(loaded(), PROMPT, **ROWS)
-    plain = cp.run(loaded(), [PROMPT], deterministic=True, **LIGHT)
-    trace = went_on(rows, deterministic=True)
-    assert len(rows) == 5 and trace.committed(0) == plain.committed(0)
-    assert close(trace.states("S", 2, 0), plain.states("S", 2, 0)[5:], 1e-5, because="the chunks begin elsewhere")
-    assert trace.ledger(0).provenance.tolist()[:6] == ["prefill"] * 6
-
-
 @pytest.mark.parametrize("drafter", [None, cp.drafters.EarlyExit(layer=0)])
 def test_an_edit_equals_the_same_edit_of_hugging_faces_cache(drafter) -> None:
     rows = cp.kv_snapshot(loaded(), PROMPT, **ROWS)

@@ -25,8 +25,9 @@ from tests.twins.lenses_slowly import inserted_slowly
 PROMPT = (5, 17, 3, 44, 9, 60, 21)
 
 
-@pytest.mark.parametrize("target_layer", [None, 0, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "target_layer"), [("llama", None), ("llama", 0), ("llama", 2), ("gpt2", 0), ("gemma2", None)]
+)
 def test_a_reading_is_one_plain_forward(family: str, target_layer: int | None) -> None:
     """At the state's own layer or at one layer; the last layer's states are the model's output. Zero states too."""
     model, lens = loaded(family), cp.lenses.Patchscope(PROMPT, target_layer)

@@ -49,17 +49,6 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rows: Any = 
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
-def test_it_is_attention(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    q, keys, values, mask = drawn(shape, dtype)
-    positions = torch.tensor(POSITIONS)[:, None]
-    plain = cached_attention(q.float(), keys.float(), values.float(), torch.arange(len(q)), positions, 0.3)
-    if dtype == torch.float32:
-        assert close(attended(q, keys, values, mask), plain, 1e-5, because="sums are ordered otherwise")
-    else:
-        assert close(attended(q, keys, values, mask).float(), plain, 2**-7, because="it is rounded to 16 bits")
-
-
-@pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
 def test_bits_depend_on_the_request_alone(
     shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

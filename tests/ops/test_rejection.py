@@ -205,30 +205,3 @@ LIMIT = 63.2
 def test_whole_sequences_follow_the_target(is_drawn: bool, count: int) -> None:
     """51,000 draws in sequences of three tokens, and 12,000 with candidates that count as certain."""
     assert statistic([generate(seed, is_drawn=is_drawn) for seed in range(count)]) < LIMIT
-
-
-def all_accepted(target: Tensor, draft: Tensor | None, candidate: int, seed: int, position: int) -> tuple[bool, int]:
-    return True, candidate
-
-
-def recovered_from_target(
-    target: Tensor, draft: Tensor | None, candidate: int, seed: int, position: int
-) -> tuple[bool, int]:
-    is_accepted, _ = accept_or_recover(target, draft, candidate, seed, position)
-    return is_accepted, candidate if is_accepted else draw(target, seed, position, RECOVER_STREAM)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    "broken",
-    [dict(rule=all_accepted), dict(rule=recovered_from_target), dict(draft_stream=ACCEPT_STREAM)],
-    ids=["all accepted", "recovered from the target", "one chance for draft and verdict"],
-)
-def test_a_broken_rule_is_noticed(broken: dict) -> None:
-    assert statistic([generate(seed, **broken) for seed in range(2000)]) > LIMIT
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_one_chance_for_both_decisions_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(rejection, "RECOVER_STREAM", ACCEPT_STREAM)
-    assert statistic([generate(seed) for seed in range(5000)]) > LIMIT

@@ -116,12 +116,6 @@ def test_what_does_not_run_says_why() -> None:
     assert len(PYTHON) > 12
 
 
-def test_a_name_that_is_not_there_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(AttributeError, match="load_trce"):
-        exec(code_of('```python\nimport cacheprobe as cp\n\ncp.load_trce("runs/coin")\n```\n'), {})
-
-
 def commands_of(text: str) -> list[str]:
     """Lines that call cacheprobe, in indented blocks, shell fences and backticks, without variables before them."""
     fenced = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -150,10 +144,3 @@ def test_the_commands_of_all_pages_parse() -> None:
     found = [line for page in PAGES for line in commands_of(page.read_text(encoding="utf-8"))]
     assert len(found) > 60
     assert [said for line in found if (said := complaint(line))] == []
-
-
-@pytest.mark.parametrize(
-    "line", ["cacheprobe runn --out x", "cacheprobe run --ouch x", "cacheprobe train lora --taks coin"]
-)
-def test_a_wrong_command_is_noticed(line: str) -> None:
-    assert complaint(commands_of(f"Try\n\n    {line}   # so\n")[0])

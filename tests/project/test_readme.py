@@ -5,25 +5,8 @@ import runpy
 import tomllib
 from pathlib import Path
 
-import cacheprobe as cp
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-
-
-def test_the_notebook_example_runs(tmp_path: Path, monkeypatch) -> None:
-    """The eight lines as they stand, with a smaller n; each replacement must find its text."""
-    code = re.search(r"```python\n(import cacheprobe.*?)```", README, re.DOTALL).group(1)
-    assert len([line for line in code.splitlines() if line.strip()]) == 8
-    for shown, small in (("n=16", "n=2"), ('capture="STCZ"', 'capture="STCZ", max_new_tokens=4, progress=False')):
-        assert shown in code
-        code = code.replace(shown, small)
-    monkeypatch.chdir(tmp_path)
-    scope: dict = {}
-    exec(code, scope)
-    assert cp.load_trace(tmp_path / "runs/coin").text(0) == scope["trace"].text(0)
-    assert {"committed", "superseded"} == set(scope["beliefs"].status)
-    assert {"drafted_token", "verdict", "prediction_depth"} <= set(scope["beliefs"].columns)
 
 
 def test_the_tree_is_true() -> None:

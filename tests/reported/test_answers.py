@@ -12,6 +12,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.tasks import Example, Question
+from tests.by_hand import changed, forward, generated
 from tests.reported.small_tokenizers import llama_like, whole_words
 from tests.tiny import hf_model
 
@@ -38,28 +39,14 @@ def ids_of(text: str) -> list[int]:
 
 def nats_of(prompt: Sequence[int], answer: Sequence[int], hook: "Callable | None" = None, layer: int = 0) -> float:
     """The sum of the log-probabilities of an answer's tokens after a prompt."""
-    handle = live().model.layers[layer].register_forward_hook(hook) if hook else None
-    with torch.inference_mode():
-        logits = live()(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0].double().log_softmax(-1)
-    if handle:
-        handle.remove()
+    with changed(live().model.layers[layer], hook or (lambda states: None)):
+        logits = forward(live(), [*prompt, *answer])[0].double().log_softmax(-1)
     return sum(float(logits[len(prompt) - 1 + i, token]) for i, token in enumerate(answer))
 
 
-def changed(positions: Sequence[int], states: Tensor) -> Callable:
-    """A hook that replaces what leaves a block at some positions by these states."""
-
-    def hook(module: object, args: tuple, output: "Tensor | tuple") -> "Tensor | tuple":
-        new = (output[0] if isinstance(output, tuple) else output).clone()
-        new[0, list(positions)] = states
-        return (new, *output[1:]) if isinstance(output, tuple) else new
-
-    return hook
-
-
-def states_of(prompt: Sequence[int], layer: int) -> Tensor:
-    with torch.inference_mode():
-        return live()(torch.tensor([list(prompt)]), output_hidden_states=True).hidden_states[layer + 1][0]
+def put(positions: Sequence[int], states: Tensor) -> Callable[[Tensor], None]:
+    """Replaces what leaves a block at some positions by these states."""
+    return lambda left: left[0].__setitem__(list(positions), states)
 
 
 GRIDS = {
@@ -183,7 +170,7 @@ def test_a_grid_of_longer_answers_is_that_of_whole_forwards(kind: str) -> None:
     assert grid.meta["clean_logit_difference"] == pytest.approx(high, abs=1e-4)
     for cell in grid.table.itertuples():
         positions = [cell.position] if kind == "activation" else list(range(cell.position + 1))
-        hook = changed(positions, states_of(clean, cell.layer)[positions])
+        hook = put(positions, forward(live(), clean)[1][cell.layer][positions])
         wanted = difference(corrupt, hook, cell.layer)
         assert cell.logit_difference == pytest.approx(wanted, abs=2e-4), cell
         assert cell.nld == pytest.approx((wanted - low) / (high - low), abs=2e-4 / abs(high - low))
@@ -193,17 +180,15 @@ def test_a_grid_of_longer_answers_is_that_of_whole_forwards(kind: str) -> None:
 def test_attribution_patching_of_longer_answers_is_the_gradient() -> None:
     """By central differences along each position's change, on the way from the corrupted run to the clean one."""
     grid = GRIDS["attribution"](**LONG, layers=[1], steps=2)
-    clean, corrupt = (states_of(ids_of(text), 1).double() for text in (PROMPT, OTHER))
+    clean, corrupt = (forward(live(), ids_of(text))[1][1].double() for text in (PROMPT, OTHER))
     double = copy.deepcopy(hf_model()).double()
 
     def value(states: Tensor) -> float:
         """The difference of the answers with the prompt's states of block 1, in float64."""
         total = 0.0
         for sign, ids in ((1, PAIR[0]), (-1, PAIR[1])):
-            handle = double.model.layers[1].register_forward_hook(changed(range(len(states)), states))
-            with torch.inference_mode():
-                logits = double(torch.tensor([[*ids_of(OTHER), *ids]]), use_cache=False).logits[0].log_softmax(-1)
-            handle.remove()
+            with changed(double.model.layers[1], put(range(len(states)), states)):
+                logits = forward(double, [*ids_of(OTHER), *ids])[0].log_softmax(-1)
             total += sign * sum(float(logits[len(states) - 1 + i, token]) for i, token in enumerate(ids))
         return total
 
@@ -226,11 +211,7 @@ def test_causal_tracing_of_a_longer_answer_multiplies_probabilities() -> None:
     assert grid.meta["clean_probability"] == pytest.approx(wanted, rel=1e-3)
     assert grid.table.probability.tolist() == pytest.approx([wanted] * len(grid.table), rel=1e-2)  # hardly any noise
     assert grid.meta["answer_ids"] == [[NOT, TAILS]] and not grid.table.is_top.any()
-    with torch.inference_mode():
-        text = ids_of(PROMPT)
-        for _ in range(2):
-            text.append(int(live()(torch.tensor([text])).logits[0, -1].argmax()))
-    likely = dict(answer=text[-2:], samples=1, layers=[1], noise=1e-6, progress=False)
+    likely = dict(answer=generated(live(), ids_of(PROMPT), 2), samples=1, layers=[1], noise=1e-6, progress=False)
     assert cp.patching.causal_tracing(model(), PROMPT, "coin", **likely).table.is_top.all()
 
 

@@ -18,6 +18,7 @@ from cacheprobe.cli.train import dictionary as train_command
 from cacheprobe.lenses import Dictionary
 from cacheprobe.training.dictionary import train_dictionary
 from cacheprobe.training.settings import DictionarySettings
+from tests.by_hand import changed, forward, generated
 from tests.dictionaries.planted import random_dictionary
 from tests.reported.small_tokenizers import llama_like
 from tests.tiny import hf_model
@@ -116,27 +117,27 @@ def test_reconstruction_replaces_ordinary_states_alone(include_special: bool) ->
         text = [*PROMPTS[request_id], *trace.committed(request_id)]
         fed = pd.DataFrame({"position": range(len(text) - 1), "token_id": text[:-1]})
         is_read = np.ones(len(fed), bool) if include_special else ~is_special(fed)
-        seen: list[np.ndarray] = []
+        seen = forward(plain, text[:-1])[1][LAYER].double().numpy()
+        whole = reconstructed(mine, seen)
 
-        def replaced(module: object, args: tuple, output: "Tensor | tuple", is_read=is_read, seen=seen) -> object:
-            states = (output[0] if isinstance(output, tuple) else output).clone()
-            seen.append(states[0].double().numpy())
-            whole = torch.from_numpy(reconstructed(mine, seen[-1])).float()
-            states[0, is_read] = whole[is_read]
-            return (states, *output[1:]) if isinstance(output, tuple) else states
+        def replace(states: Tensor, is_read=is_read, whole=whole) -> None:
+            states[0, is_read] = torch.from_numpy(whole[is_read]).float()
 
-        handle = plain.model.layers[LAYER].register_forward_hook(replaced)
-        with torch.inference_mode():
-            nats = plain(torch.tensor([text[:-1]])).logits[0].double().log_softmax(-1)
-        handle.remove()
+        with changed(plain.model.layers[LAYER], replace):
+            nats = forward(plain, text[:-1])[0].double().log_softmax(-1)
         own = table[table.request_id == request_id]
         n = len(PROMPTS[request_id])
         places = [at for at in range(n - 1, len(text) - 1) if is_read[at]]
         assert own.position.tolist() == places
         wanted = [float(nats[at, text[at + 1]]) for at in places]
         assert own.reconstructed_logprob_nats.tolist() == pytest.approx(wanted, abs=1e-3)
-        apart = np.square(seen[0] - seen[0][is_read].mean(0)).sum(1)
+        assert own.token_id.tolist() == [text[at + 1] for at in places]
+        logprobs = trace.logprobs(request_id)
+        assert own.logprob_nats.tolist() == pytest.approx([logprobs[at - n + 1] for at in places], abs=1e-4)
+        apart, errors = np.square(seen - seen[is_read].mean(0)).sum(1), np.square(seen - whole).sum(1)
         assert own.squared_distance.tolist() == pytest.approx(apart[places].tolist(), rel=1e-3)
+        assert own.squared_error.tolist() == pytest.approx(errors[places].tolist(), rel=1e-3)
+    assert (table.change_nats == table.reconstructed_logprob_nats - table.logprob_nats).all()
 
 
 def test_features_leave_them_out(tmp_path: Path) -> None:
@@ -198,24 +199,18 @@ def test_edits_of_features_leave_them_out(kind: str, include_special: bool) -> N
     else:
         change = cp.interventions.ablate_feature(mine, 7, request_id=0, **option)
     trace = cp.run(model(), [prompt], interventions=change, capture="S", **DRAFTED)
-    text, plain = list(prompt), live()
+    text, plain = [*prompt, *trace.committed(0)], live()
 
-    def hook(module: object, args: tuple, output: "Tensor | tuple") -> "Tensor | tuple":
-        states = (output[0] if isinstance(output, tuple) else output).clone()
+    def edit(states: Tensor) -> None:
         for at, state in enumerate(states[0].double()):
             if include_special or not (at == 0 or text[at] in SPECIAL):
                 size = ((state - weights["b_dec"]) @ weights["W_enc"][:, 7] + weights["b_enc"][7]).relu()
                 states[0, at] += ((4.0 if kind == "steer" else -size) * weights["W_dec"][7]).float()
-        return (states, *output[1:]) if isinstance(output, tuple) else states
 
-    handle = plain.model.layers[LAYER].register_forward_hook(hook)
-    for _ in range(QUICK["max_new_tokens"]):
-        with torch.inference_mode():
-            out = plain(torch.tensor([text]), use_cache=False, output_hidden_states=True)
-        text.append(int(out.logits[0, -1].argmax()))
-    handle.remove()
-    assert trace.committed(0) == text[len(prompt) :]
-    ours, theirs = trace.states("S", LAYER, 0), out.hidden_states[LAYER + 1][0]
+    with changed(plain.model.layers[LAYER], edit):
+        assert trace.committed(0) == generated(plain, prompt, QUICK["max_new_tokens"])
+        theirs = forward(plain, text[:-1])[1][LAYER]
+    ours = trace.states("S", LAYER, 0)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)  # sums of numbers that differ 300-fold
     fed = pd.DataFrame({"position": range(len(text) - 1), "token_id": text[:-1]})
     wanted = len(fed) if include_special else (~is_special(fed)).sum()

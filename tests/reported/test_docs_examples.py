@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
 import cacheprobe as cp
 from tests.project.test_docs_blocks import BLOCK, PAGES, code_of
-from tests.reported.stated_outputs import comments_of, complaint, is_statement, run_and_compare
+from tests.reported.stated_outputs import comments_of, is_statement, run_and_compare
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 CAPTURE = Path(__file__).parents[2] / "docs" / "capture.md"
@@ -52,25 +51,6 @@ def test_the_comments_of_the_pages_are_compared_with_the_values() -> None:
         "interventions.md",
         "patching.md",
     }
-
-
-@pytest.mark.parametrize(
-    ("comment", "value", "said"),
-    [
-        ("[h, position, position], zero above the diagonal", torch.zeros(2, 3, 3), ""),
-        ("[h, position, position], zero above the diagonal", torch.zeros(2, 3, 4), "position is 3 and 4"),
-        ("[position, h, d] of the committed tokens", torch.zeros(2, 3), "has the shape [2, 3]"),
-        ("[h, p + 1] for each", [torch.zeros(2, 3), torch.zeros(2, 4)], ""),
-        ("[h, p + 1] for each", [torch.zeros(2, 3), torch.zeros(3, 4)], "h is 2 and 3"),
-        ("site -> [layer, position]", {"S": torch.zeros(2, 3), "T": torch.zeros(2)}, "has the shape [2]"),
-        ("tidy: layer, head, key", pd.DataFrame({"layer": [], "head": [], "key": []}), ""),
-        ("layer, head, key ...", pd.DataFrame({"layer": [], "head": []}), "there is no key"),
-        ("the same columns, of all layers", pd.DataFrame(), ""),
-    ],
-)
-def test_a_wrong_comment_is_noticed(comment: str, value: Any, said: str) -> None:
-    found = complaint(comment, value)
-    assert said in found and bool(said) == bool(found)
 
 
 def test_values_are_compared_where_they_are_made() -> None:

@@ -2,7 +2,7 @@
 ones. The right tokens and states come from transformers with a forward hook."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.cli.look import show
 from cacheprobe.edits import interventions as iv
+from tests.by_hand import changed, forward, generated
 from tests.tiny import hf_model, loaded
 
 PROMPT, OTHER, NEW, LAYER = [1, 2, 3, 4, 5], [7, 8, 9], 12, 1
@@ -23,40 +24,23 @@ DRAFTED = dict(**QUICK, drafter=cp.drafters.EarlyExit(layer=1))
 REMEDY = r'phases=\("decode", "verify"\)'
 
 
-@contextmanager
-def added(first: int, vector: Tensor = VECTOR) -> Iterator[torch.nn.Module]:
-    """The model in which every position from `first` on leaves block 1 with the vector added; without a cache."""
+def plain() -> list[int]:
+    return generated(hf_model(), PROMPT, NEW)
+
+
+def steered(positions: Sequence[int]) -> tuple[list[int], Tensor]:
+    """The greedy tokens with the vector added to what leaves block 1 at these positions, and what leaves it then."""
     model = hf_model()
 
-    def hook(module: object, args: tuple, output: "Tensor | tuple") -> "Tensor | tuple":
-        states = (output[0] if isinstance(output, tuple) else output).clone()
-        states[:, first:] += vector
-        return (states, *output[1:]) if isinstance(output, tuple) else states
+    def add(states: Tensor) -> None:
+        states[:, [at for at in positions if at < states.shape[1]]] += VECTOR
 
-    handle = model.model.layers[LAYER].register_forward_hook(hook)
-    try:
-        yield model
-    finally:
-        handle.remove()
+    with changed(model.model.layers[LAYER], add):
+        tokens = generated(model, PROMPT, NEW)
+        return tokens, forward(model, [*PROMPT, *tokens[:-1]])[1][LAYER]
 
 
-def generated(model: torch.nn.Module, prompt: list[int], new: int = NEW) -> tuple[list[int], Tensor]:
-    """The greedy tokens, and what leaves block 1 at each position but that of the newest token."""
-    text = list(prompt)
-    for _ in range(new):
-        with torch.inference_mode():
-            out = model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
-        text.append(int(out.logits[0, -1].argmax()))
-    return text[len(prompt) :], out.hidden_states[LAYER + 1][0]
-
-
-def plain() -> list[int]:
-    return generated(hf_model(), PROMPT)[0]
-
-
-def steered() -> tuple[list[int], Tensor]:
-    with added(len(PROMPT)) as model:
-        return generated(model, PROMPT)
+GENERATED = range(len(PROMPT), len(PROMPT) + NEW)
 
 
 @contextmanager
@@ -69,7 +53,7 @@ def no_warning() -> Iterator[None]:
 def test_an_edit_of_drafts_alone_is_told_with_the_remedy() -> None:
     with pytest.warns(RuntimeWarning, match=f"changed no committed row, only others .*{REMEDY}"):
         trace = cp.run(loaded(), [PROMPT], interventions=iv.add(VECTOR, **WHERE, phases=("decode",)), **DRAFTED)
-    assert trace.committed(0) == plain() != steered()[0]
+    assert trace.committed(0) == plain() != steered(GENERATED)[0]
     rows = trace.rows(0)
     drafts = rows[rows.phase == "decode"]
     (line,) = trace.edits().to_dict("records")
@@ -79,7 +63,7 @@ def test_an_edit_of_drafts_alone_is_told_with_the_remedy() -> None:
 
 
 def test_the_remedy_steers_the_committed_text() -> None:
-    tokens, states = steered()
+    tokens, states = steered(GENERATED)
     with no_warning():
         change = iv.add(VECTOR, **WHERE, phases=("decode", "verify"))
         trace = cp.run(loaded(), [PROMPT], interventions=change, **DRAFTED)
@@ -120,7 +104,7 @@ def test_a_deterministic_request_without_a_drafter_is_told_too() -> None:
     never_verified = iv.add(VECTOR, **WHERE, phases=("decode",))
     with no_warning():
         trace = cp.run(loaded(), [PROMPT], interventions=never_verified, **QUICK)
-    assert trace.committed(0) == steered()[0] and trace.edits().committed.tolist() == [NEW - 1]
+    assert trace.committed(0) == steered(GENERATED)[0] and trace.edits().committed.tolist() == [NEW - 1]
 
 
 def test_a_sweep_tells_it_and_counts_the_rows(tmp_path: Path) -> None:
@@ -139,7 +123,7 @@ def test_a_sweep_tells_it_and_counts_the_rows(tmp_path: Path) -> None:
 
 
 def test_positions_that_were_never_committed_are_named() -> None:
-    first = generated(hf_model(), PROMPT, 1)[0]
+    first = plain()[:1]
     stopping = cp.SamplingParams(stop_token_ids=first)  # the request ends with its first token
     edits = [iv.zero(**WHERE, positions=[3, 6, 7]), iv.zero(**WHERE, positions=9)]
     with pytest.warns(RuntimeWarning) as told:
@@ -180,8 +164,7 @@ def test_counts_are_those_of_the_states_that_differ(make: object, phases: "tuple
     text, n = [*PROMPT, *trace.committed(1)][:-1], len(PROMPT)
     wanted = {("verify",): NEW - 1, ("prefill",): n, None: n + NEW - 1}[phases]
     assert trace.edits().committed.tolist() == [wanted]
-    with torch.inference_mode():
-        (unchanged,) = hf_model()(torch.tensor([text]), output_hidden_states=True).hidden_states[LAYER + 1]
+    unchanged = forward(hf_model(), text)[1][LAYER]
     differs = (trace.states("S", LAYER, 1) - unchanged).abs().amax(-1) > 1e-4
     wanted_at = {("verify",): range(n, len(text)), ("prefill",): range(n), None: range(len(text))}[phases]
     assert differs.nonzero().flatten().tolist() == list(wanted_at)
@@ -209,19 +192,9 @@ def test_a_resumed_run_keeps_an_edit_of_earlier_steps(tmp_path: Path) -> None:
     resumed = cp.resume(tmp_path / "run", loaded(), interventions=change)
     whole = cp.run(loaded(), [PROMPT], interventions=change, **settings)
     rows = whole.rows(0)
-    changed = rows.position[rows.step.between(3, 5)].tolist()
-    model = hf_model()
-
-    def hook(module: object, args: tuple, output: "Tensor | tuple") -> "Tensor | tuple":
-        states = (output[0] if isinstance(output, tuple) else output).clone()
-        states[:, [at for at in changed if at < states.shape[1]]] += VECTOR
-        return (states, *output[1:]) if isinstance(output, tuple) else states
-
-    handle = model.model.layers[LAYER].register_forward_hook(hook)
-    tokens, _ = generated(model, PROMPT)
-    handle.remove()
-    assert resumed.committed(0) == whole.committed(0) == tokens != plain()
-    assert resumed.edits().equals(whole.edits()) and whole.edits().committed.tolist() == [len(changed)]
+    edited = rows.position[rows.step.between(3, 5)].tolist()
+    assert resumed.committed(0) == whole.committed(0) == steered(edited)[0] != plain()
+    assert resumed.edits().equals(whole.edits()) and whole.edits().committed.tolist() == [len(edited)]
 
 
 def test_a_snapshot_of_a_prompt_has_no_state_of_its_last_token() -> None:

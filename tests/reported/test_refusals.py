@@ -39,12 +39,6 @@ def test_a_cache_edit_that_returns_nothing_is_refused() -> None:
         rows().edited(lambda x: None, [1])
 
 
-@pytest.mark.parametrize("out", [5, True, b"x", ["x"], float("nan")])
-def test_a_sweep_goes_to_a_path(out: object) -> None:
-    with pytest.raises(ValueError, match="out must be the path of a folder, as a text"):
-        cp.sweep("data/sweeps/coin-flip.yaml", out=out)
-
-
 @pytest.mark.parametrize("path", ["", 5, b"x"])
 def test_a_dictionary_goes_to_a_path(path: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

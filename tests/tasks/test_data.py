@@ -22,7 +22,6 @@ from cacheprobe.tasks import (
     load_examples,
     parse_answer,
 )
-from cacheprobe.tasks.coin_flip import flip_chance
 from tests.tasks.test_coin_flip import CONFIGS, SENTENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,13 +30,6 @@ SIZES = {
     "coin_flip_demo.jsonl": {2: 4, 3: 2, 4: 2},
     "coin_flip_eval.jsonl": {1: 50, 2: 50, 3: 50, 4: 50},
 }
-
-
-def enumerated_chance(flip_probability: float, remaining: int, odd: bool) -> float:
-    """Slow twin of `flip_chance`: add up every outcome with the wanted parity."""
-    outcomes = [flips for flips in product((0, 1), repeat=remaining) if sum(flips) % 2 == odd]
-    weights = [prod(flip_probability if flip else 1 - flip_probability for flip in flips) for flips in outcomes]
-    return sum(weight for flips, weight in zip(outcomes, weights, strict=True) if flips[0]) / sum(weights)
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,12 +67,6 @@ def test_with_a_fixed_initial_state_flips_are_bernoulli_given_the_answer():
         weight = {f: prod(0.3 if flip else 0.7 for flip in f) for f in product((True, False), repeat=3)}
         expected = 2000 * weight[flips] / sum(w for f, w in weight.items() if sum(f) % 2 == sum(flips) % 2)
         assert abs(counts[flips] - expected) < 4.5 * expected**0.5, flips
-
-
-@given(st.floats(0.01, 0.99), st.integers(1, 8), st.booleans())
-def test_flip_chance_agrees_with_enumeration(flip_probability, remaining, odd):
-    slow = enumerated_chance(flip_probability, remaining, odd)
-    assert flip_chance(flip_probability, remaining, odd) == pytest.approx(slow, rel=1e-9)  # sums in another order
 
 
 @pytest.mark.parametrize("flip_probability", [5e-324, 1e-17, 1 - 2**-53])

@@ -127,16 +127,6 @@ def ngram_draft_slowly(text: list[int], max_ngram: int, min_ngram: int, length: 
     return grown[len(text) :]
 
 
-def greedy_continuation(model: PreTrainedModel, text: list[int], length: int) -> list[int]:
-    """One uncached forward over the whole text for every token; the first largest logit wins."""
-    grown = list(text)
-    with torch.inference_mode():
-        for _ in range(length):
-            last = model(torch.tensor([grown]), use_cache=False).logits[0, -1].tolist()
-            grown.append(last.index(max(last)))
-    return grown[len(text) :]
-
-
 def replayed_slowly(live: PreTrainedModel, token_ids: Sequence[int]) -> tuple[list[Tensor], Tensor]:
     """One forward over a whole text, without cache and drafts. Returns (S of every block but the last, each [t, m];
     log-probabilities [t, v] of the next token)."""

@@ -97,23 +97,6 @@ def ablated_slowly(folder: Path, state: np.ndarray, feature: int) -> np.ndarray:
     return np.array([x - (a - b) for x, a, b in zip(numbers, with_it, lost, strict=True)])
 
 
-def logprobs_slowly(model: torch.nn.Module, layer: int, folder: Path, text: list[int], start: int) -> list[float]:
-    """Log-probabilities of the tokens from `start` on, in an uncached forward of a Hugging Face llama in which what
-    leaves a block is replaced by its reconstruction, one state at a time."""
-    slow = SlowDictionary(folder)
-
-    def replaced(module: object, args: tuple, output: torch.Tensor | tuple) -> torch.Tensor | tuple:
-        states = (output[0] if isinstance(output, tuple) else output)[0].double().tolist()
-        new = torch.tensor([[slow.decode_slowly(slow.encode_slowly(state), state) for state in states]]).float()
-        return (new, *output[1:]) if isinstance(output, tuple) else new
-
-    handle = model.model.layers[layer].register_forward_hook(replaced)
-    with torch.inference_mode():
-        nats = model(torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
-    handle.remove()
-    return [float(nats[at - 1, text[at]]) for at in range(start, len(text))]
-
-
 def coefficients_slowly(basis: torch.Tensor, state: torch.Tensor) -> Vector:
     """The coefficients of the vectors in the sum that is nearest to the state, by numpy's least squares in float64."""
     return np.linalg.lstsq(basis.double().numpy().T, state.double().numpy(), rcond=None)[0].tolist()

@@ -6,19 +6,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import kl_div
 
 from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.thinking.lm import ThinkingLM
+from tests.by_hand import changed, forward
 
 
 def product_by_layer_slowly(states: Tensor, layers: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
-    """A row after another, in float64."""
-    rows = [
-        state.double() @ weights[layer].double() + biases[layer].double()
-        for state, layer in zip(states, layers.tolist(), strict=True)
-    ]
-    return torch.stack(rows).to(states.dtype)
+    """Each row by the matrix of its layer, in float64."""
+    product = torch.einsum("nm,nmk->nk", states.double(), weights[layers].double())
+    return (product + biases[layers].double()).to(states.dtype)
 
 
 def tuned_logits_slowly(model: CachedLM, lens: TunedLens, states: Tensor, layers: Tensor) -> Tensor:
@@ -41,12 +40,10 @@ def tuned_lens_gradients_slowly(
     weights, biases = weights.clone().requires_grad_(), biases.clone().requires_grad_()
     kl = []
     for layer in range(len(states)):
-        of_layer = torch.zeros(())
-        for state, wanted in zip(states[layer], output, strict=True):
-            said = model.read_out_with_gradients((state + weights[layer].T @ state + biases[layer])[None])[0]
-            said = said - said.exp().sum().log()
-            of_layer = of_layer + sum(wanted[i].exp() * (wanted[i] - said[i]) for i in range(len(wanted)))
-        kl.append(of_layer / states.shape[1])
+        said = [
+            model.read_out_with_gradients((s + weights[layer].T @ s + biases[layer])[None])[0] for s in states[layer]
+        ]
+        kl.append(kl_div(torch.stack(said).log_softmax(-1), output, reduction="batchmean", log_target=True))
     torch.stack(kl).sum().backward()
     assert weights.grad is not None and biases.grad is not None
     return weights.grad, biases.grad, torch.stack(kl).detach()
@@ -72,17 +69,8 @@ def thought_slowly(model: ThinkingLM, chunk: Tensor) -> tuple[list[int], Tensor]
 def inserted_slowly(model: Any, ids: list[int], position: int, layer: int, state: Tensor) -> Tensor:
     """Logits [v], in float64, after a text whose block output at one layer and position is replaced by a state [m]."""
     blocks = model.transformer.h if model.config.model_type == "gpt2" else model.model.layers
-
-    def replace(module: Any, args: Any, output: Any) -> Any:
-        stream = (output[0] if isinstance(output, tuple) else output).clone()
-        stream[0, position] = state.to(stream.dtype)
-        return (stream, *output[1:]) if isinstance(output, tuple) else stream
-
-    hook = blocks[layer].register_forward_hook(replace)
-    try:
-        return model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
-    finally:
-        hook.remove()
+    with changed(blocks[layer], lambda states: states[0, position].copy_(state)):
+        return forward(model, ids)[0][-1].double()
 
 
 def continued_slowly(model: Any, ids: list[int], position: int, layer: int, state: Tensor, count: int) -> list[int]:

@@ -11,6 +11,7 @@ import cacheprobe as cp
 from cacheprobe.engine.checker import AGAIN_EVERY, RecomputeChecker
 from cacheprobe.engine.passes import Entry, Pass
 from cacheprobe.kvcache.sequence import SequenceState
+from tests.by_hand import changed, forward, generated
 from tests.tiny import PROMPTS, hf_model, loaded
 
 # -- a preempted request that is not deterministic and began from an edited snapshot
@@ -83,12 +84,11 @@ def test_of_equal_logits_the_lowest_id_is_chosen_everywhere(way: dict[str, Any])
     assert all(token % 2 == 0 for token in committed) and len(set(committed)) > 3
     last = trace.hypotheses().query("layer == 2 and status == 'committed'")
     assert (last["rank"] == 0).all() and (last.token_id == last.committed_token_id).all()
-    with torch.no_grad():
-        for i in range(3):
-            text = [*PROMPTS[i], *trace.committed(i)]
-            logits = tied().bridge.original_model(torch.tensor([text[:-1]])).logits[0, len(PROMPTS[i]) - 1 :]
-            nats = -cross_entropy(logits, torch.tensor(text[len(PROMPTS[i]) :]), reduction="none")
-            assert trace.logprobs(i) == pytest.approx(nats.tolist(), abs=1e-4)  # other orders of sums
+    for i in range(3):
+        text = [*PROMPTS[i], *trace.committed(i)]
+        logits = forward(tied().bridge.original_model, text[:-1])[0][len(PROMPTS[i]) - 1 :]
+        nats = -cross_entropy(logits, torch.tensor(text[len(PROMPTS[i]) :]), reduction="none")
+        assert trace.logprobs(i) == pytest.approx(nats.tolist(), abs=1e-4)  # other orders of sums
 
 
 # -- the first layer and the last step
@@ -103,12 +103,6 @@ def test_an_edit_of_layer_0_in_the_last_pass_decides_the_last_token() -> None:
     state = 5 * torch.randn(model.d_model, generator=torch.Generator().manual_seed(1))
     where: dict[str, Any] = dict(request_id=0, site="T", layer=0, positions=last)
     trace = cp.run(model, [prompt], interventions=[cp.interventions.add(state, **where)], **settings)
-
-    def change(module: Any, args: Any, out: Any) -> None:
-        (out if isinstance(out, torch.Tensor) else out[0])[0, last] += state
-
-    handle = live.model.layers[0].self_attn.register_forward_hook(change)
-    with torch.no_grad():
-        want = int(live(torch.tensor([[*prompt, *plain[:-1]]])).logits[0, -1].argmax())
-    handle.remove()
+    with changed(live.model.layers[0].self_attn, lambda states: states[0, last].add_(state)):
+        (want,) = generated(live, [*prompt, *plain[:-1]], 1)
     assert trace.committed(0) == [*plain[:-1], want]

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.registry import available
 from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
+from tests.by_hand import changed, forward
 
 SIZE = Size(vocab=40, hidden=16, mlp=24, layers=2, heads=4, initializer_range=0.3)
 CLEAN, CORRUPT, ANSWER = [1, 3, 4, 5], [1, 9, 4, 6], (7, 8)
@@ -22,58 +22,30 @@ def in_kernels(family: str, window: int | None = None) -> Any:
     return cp.load_model(tiny_model(family, size=SIZE, window=window), products="kernels")
 
 
-def blocks(live: Any) -> Any:
-    return live.transformer.h if hasattr(live, "transformer") else live.model.layers
-
-
 def modules_of(live: Any, site: str) -> list[Any]:
     """The modules whose outputs are S, T or C, layer by layer."""
-    if site == "S":
-        return list(blocks(live))
-    names = {"T": ("attn", "self_attn"), "C": ("mlp", "mlp")}[site]
-    return [getattr(block, names[not hasattr(live, "transformer")]) for block in blocks(live)]
+    return [{"S": block, "T": block.self_attn, "C": block.mlp}[site] for block in live.model.layers]
 
 
-def first(out: Any) -> torch.Tensor:
-    return out if isinstance(out, torch.Tensor) else out[0]
-
-
-@contextlib.contextmanager
-def hooked(module: Any, change: Any) -> Iterator[None]:
-    handle = module.register_forward_hook(change)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@torch.no_grad()
 def outputs(live: Any, site: str, token_ids: list[int]) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     with contextlib.ExitStack() as stack:
         for module in modules_of(live, site):
-            stack.enter_context(hooked(module, lambda m, a, out: seen.append(first(out)[0].clone())))
-        live(torch.tensor([token_ids]))
+            stack.enter_context(changed(module, lambda states: seen.append(states[0])))
+        forward(live, token_ids)
     return seen
 
 
-@torch.no_grad()
-def last_logits(live: Any, token_ids: list[int], site: str, layer: int, places: Any, state: torch.Tensor) -> Any:
-    """Logits of the last position of a forward in which the states at one place, or a slice of them, were replaced."""
-
-    def change(module: Any, args: Any, out: Any) -> None:
-        first(out)[0, places] = state
-
-    with hooked(modules_of(live, site)[layer], change):
-        return live(torch.tensor([token_ids])).logits[0, -1]
+def last_logits(live: Any, token_ids: list[int], site: str, layer: int, place: int, state: torch.Tensor) -> Any:
+    """Logits of the last position of a forward in which the state at one place was replaced."""
+    with changed(modules_of(live, site)[layer], lambda states: states[0, place].copy_(state)):
+        return forward(live, token_ids)[0][-1]
 
 
-@pytest.mark.parametrize(("family", "window", "site"), [("gpt2", None, "S"), ("mistral", 3, "C")])
-def test_activation_patching_in_kernels_is_a_forward_with_hooks(family: str, window: int | None, site: str) -> None:
-    live = tiny_model(family, size=SIZE, window=window)
+def test_activation_patching_in_kernels_is_a_forward_with_hooks() -> None:
+    live, site = tiny_model("mistral", size=SIZE, window=3), "C"
     states = outputs(live, site, CLEAN)
-    model = in_kernels(family, window)
-    grid = cp.patching.activation(model, CLEAN, CORRUPT, site=site, answer=ANSWER, progress=False)
+    grid = cp.patching.activation(in_kernels("mistral", 3), CLEAN, CORRUPT, site=site, answer=ANSWER, progress=False)
     assert len(grid.table) == 2 * len(CLEAN)
     for line in grid.table.itertuples():
         logits = last_logits(live, CORRUPT, site, line.layer, line.position, states[line.layer][line.position])

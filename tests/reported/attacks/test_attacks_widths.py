@@ -13,7 +13,6 @@ from cacheprobe.engine.shapes import Hooked, ShapeRefused, invariant_widths, nar
 from cacheprobe.models.paths import choose_path
 from tests.compiled import on_loops
 from tests.field.tiny_family import tiny_family
-from tests.planted import Planted, ends, in_some_narrow_passes
 from tests.tiny import VOCAB, hf_model
 
 pytestmark = pytest.mark.determinism
@@ -26,29 +25,9 @@ def softcapped(dtype: torch.dtype) -> Any:
     return on_loops(cp.load_model(hf_model("gemma2", dtype)))
 
 
-def sliding(dtype: torch.dtype) -> Any:
-    return on_loops(cp.load_model(hf_model("gemma2", dtype, window=8)))
-
-
 def every_other_draft() -> cp.drafters.Scripted:
     """Drafts three tokens for every second text length, and none for the others."""
     return cp.drafters.Scripted(lambda state: [1, 2, 3] if len(state.token_ids) % 2 else [])
-
-
-@pytest.mark.parametrize(
-    ("make", "dtype", "determinism"),
-    [
-        (softcapped, torch.float16, "invariant"),
-        (sliding, torch.bfloat16, "verify"),
-    ],
-)
-def test_attention_whose_bits_depend_on_the_width_changes_no_request(
-    make: Any, dtype: torch.dtype, determinism: str
-) -> None:
-    """The trial of the shapes does not meet the positions at which this fault shows."""
-    fault = Planted("attention by scores", in_some_narrow_passes)
-    verdict = ends(make(dtype), fault, PROMPTS, drafter=every_other_draft(), determinism=determinism, **RUN)
-    assert verdict.kind in ("right", "refused") and fault.num_calls, verdict
 
 
 def test_the_other_requests_drafts_do_not_decide_the_width() -> None:

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tests.by_hand import first_of
+
 ASKED = dict(return_dict_in_generate=True, output_hidden_states=True, output_logits=True, pad_token_id=0)
 
 
@@ -49,10 +51,6 @@ def blocks_of(hf: Any) -> nn.ModuleList:
     """The blocks that read text: the first list of modules, but for those of images."""
     lists = [(path, module) for path, module in hf.named_modules() if isinstance(module, nn.ModuleList)]
     return next(module for path, module in lists if "vision" not in path)
-
-
-def first_of(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 def exchange(one: Tensor, other: Tensor) -> None:

@@ -16,7 +16,8 @@ import cacheprobe as cp
 from cacheprobe.cli import imports as cli_import
 from cacheprobe.cli.look import export
 from cacheprobe.trace.importers.common import ImportRefused
-from tests.reported.imports.imported import blocks_of, exchange, first_of
+from tests.by_hand import first_of
+from tests.reported.imports.imported import blocks_of, exchange
 from tests.tiny import SMALL, hf_model, loaded
 
 TEXTS = [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17], [21, 22, 23, 24, 25, 26, 27]]

@@ -15,8 +15,8 @@ from cacheprobe.analysis.comparison import setting_differences
 from cacheprobe.views.dashboard.app import make_app
 from cacheprobe.views.dashboard.run_list import RunList
 from tests.dictionaries.planted import random_dictionary
-from tests.reported.page.runs import folder, numbers, pages, plain, tables_of, tips
-from tests.tiny import PROMPTS, SMALL, hf_model, loaded
+from tests.reported.page.runs import folder, pages, plain, tables_of
+from tests.tiny import PROMPTS, SMALL, loaded
 
 
 def readings(*rows: tuple[str, ...]) -> pd.DataFrame:
@@ -118,23 +118,6 @@ def test_the_comparison_has_no_signs_of_python(tmp_path: Path) -> None:
     cells = re.findall(r"<td[^>]*>(.*?)</td>", answer["html"].split("What was drafted")[0] + answer["more"])
     assert {"0 to 2", "1, 2", "90, 91", "committed"} <= set(cells)
     assert not [cell for cell in map(plain, cells) if re.search(r"[\[\]']|\bNone\b|\bTrue\b|\bFalse\b|\(\d", cell)]
-
-
-def test_a_margin_is_the_gap_of_the_two_largest_logits_in_the_order_of_the_tokens() -> None:
-    """Computed by transformers; the page says that the verifier's own token has the smallest margin of its pass."""
-    tables = tables_of("undrafted")
-    for request, prompt in enumerate(PROMPTS):
-        ids = torch.tensor([[*prompt, *tables.trace.committed(request)]])
-        with torch.no_grad():
-            largest = hf_model("llama")(ids).logits[0, len(prompt) - 1 : -1].topk(2).values
-        gaps = (largest[:, 0] - largest[:, 1]).tolist()
-        assert sorted(gaps) != gaps != sorted(gaps, reverse=True)
-        place = dict(request=request, requests=[request, request + 1], places=[0, 40], place=0, step=19)
-        shown = {int(numbers(tip)[1]): numbers(tip)[-1] for tip in tips(pages().html("decode", "undrafted", **place))}
-        assert [shown[i + 1] for i in range(len(gaps))] == pytest.approx(gaps, abs=0.0051)
-    own = pages().html("decode", "drafted", request=0, requests=[0, 1], places=[0, 40], place=0, step=61)
-    of_verify = [tip for tip in tips(own) if "the smallest margin of its verify pass" in tip]
-    assert len(of_verify) == int(tables_of("drafted").of(0).num_accepted.notna().sum())
 
 
 def test_drafts_stand_above_the_token_that_replaced_them_in_the_order_of_their_steps() -> None:
