@@ -17,7 +17,7 @@ if [ ${#versions[@]} -eq 0 ]; then
     )
 fi
 read -ra files <<<"${TESTS:-tests/models tests/field/test_families.py tests/kvcache/test_sliding.py \
-    tests/engine/test_plain_oracle.py tests/capture/test_heads.py tests/replays}"
+    tests/invariants/test_output.py tests/capture/test_heads.py tests/replays}"
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
 failed=0

@@ -25,16 +25,13 @@ P = [[1, 2, 3]]
         (P, {"window": 0}, "window must be a whole number of at least 1, got 0"),
         (P, {"group": 0}, "group must be"),
         (P, {"window": 100, "capacity": 99}, "window of 100 rows is larger than the capacity of 99; lower it"),
-        (P, {"capture": "SX"}, "unknown site to capture 'X'; choose one of S, T, C, Z"),
         (P, {"capture": cp.CaptureConfig(positions=(2, 22))}, "position 22 lies outside every.*computes 0 to 21"),
         (P, {"layers": [3]}, "unknown layer 3; the model has layers 0 to 2"),
-        (P, {"layers": "most"}, "layers: a layer must be a whole number, got 'most'"),
         (P, {"layers": []}, "no layers|at least one"),
         (P, {"deterministic": 1.5}, "between 0 and 1"),
         (P, {"deterministic": [1]}, "names request 1, but there are requests 0 to 0"),
         (P, {"deterministic": [True, False]}, "2 flags for 1 requests"),
         (P, {"drafter": cp.drafters.EarlyExit(layer=3)}, "unknown layer 3 for EarlyExit.*0 to 1; FastPath"),
-        (P, {"drafter": cp.drafters.EarlyExit(layer=2)}, "unknown layer 2 for EarlyExit.*0 to 1; FastPath"),
         (P, {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     ],
 )
@@ -45,29 +42,14 @@ def test_run_refuses(prompts, settings, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"seed": -1}, {"max_new_tokens": 0}]
+    ("of", "name", "value"),
+    [(cp.SamplingParams, "temperature", -1.0), (cp.SamplingParams, "temperature", float("nan"))]
+    + [(cp.CaptureConfig, "dtype", "int4"), (cp.CaptureConfig, "positions", ()), (cp.CaptureConfig, "sites", "")]
+    + [(cp.CaptureConfig, "every", 0), (cp.CaptureConfig, "statuses", ("rejected",))],
 )
-def test_sampling_params_check_themselves(bad: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        cp.SamplingParams(**bad)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"phases": ("warm-up",)},
-        {"dtype": "int4"},
-        {"top_k": 0},
-        {"positions": ()},
-        {"sites": ""},
-        {"every": 0},
-        {"statuses": ("rejected",)},
-        {"statuses": ()},
-    ],
-)
-def test_capture_config_checks_itself(bad: dict) -> None:
-    with pytest.raises(ValueError, match="phase|dtype|top_k|positions|sites|every|status"):
-        cp.CaptureConfig(**bad)
+def test_settings_check_themselves(of: type, name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name.removesuffix("es").removesuffix("s")):
+        of(**{name: value})
 
 
 def test_unknown_plug_ins_name_what_there_is() -> None:

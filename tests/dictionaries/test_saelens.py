@@ -12,8 +12,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.lenses.dictionaries.dictionary import Dictionary
-from cacheprobe.ops.equality import bitwise, close
-from tests.twins.features_slowly import SlowDictionary
+from cacheprobe.ops.equality import bitwise
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 STORED = FIXTURES / "saelens"
@@ -51,17 +50,6 @@ def test_there_is_every_kind() -> None:
     assert {one.config.architecture for one in loaded} == set(ARCHITECTURES)
     assert {one.config.normalize_activations for one in loaded} == set(NORMALISATIONS)
     assert len(OTHERS) == 3 and (STORED / QWEN).exists()
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_twin_computes_one_feature_at_a_time(name: str) -> None:
-    mine, slow = Dictionary.load(STORED / name), SlowDictionary(STORED / name)
-    states = torch.randn(3, 8, generator=torch.Generator().manual_seed(4))
-    features = mine.encode(states)
-    by_hand = [slow.encode_slowly(state) for state in states.double().tolist()]
-    assert close(features, torch.tensor(by_hand).float(), 1e-5, because=ORDER)
-    decoded = [slow.decode_slowly(*pair) for pair in zip(by_hand, states.double().tolist(), strict=True)]
-    assert close(mine.decode(features, states), torch.tensor(decoded).float(), 1e-5, because=ORDER)
 
 
 HOOKS = {

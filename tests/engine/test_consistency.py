@@ -10,7 +10,7 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine import shapes
 from cacheprobe.engine.shapes import Hooked, narrow_widths, serving_config
 from cacheprobe.models.paths import choose_path
-from tests.invariants.machines import rounding_by_shape
+from tests.invariants.machines import WithFault, rounding_by_shape
 from tests.proxies import take_members
 from tests.shapes import serving
 from tests.tiny import PROMPTS, SMALL, hf_model
@@ -76,25 +76,13 @@ def test_it_is_tried_once_and_only_where_something_is_verified(monkeypatch: pyte
     assert len(once) - len(verify) == (1 if model.operations else 0)  # whether prompts may share a pass
 
 
-class _WidthDiffers:
-    """A model whose logits are others in passes of one width."""
-
-    def __init__(self, model, width: int) -> None:
-        self._model, self._width = model, width
-        take_members(self, model)
-
-    def forward(self, token_ids: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        out = self._model.forward(token_ids, *args, **kwargs)
-        return out * (1 + 2**-20) if token_ids.shape[1] == self._width else out
-
-
 @pytest.mark.parametrize("width", [0, 4, 16])
 def test_a_narrow_pass_with_other_bits_is_not_run(width: int) -> None:
     """Only widths in which every token has the bits of a whole window are used."""
     fast = choose_path(cp.load_model(hf_model()), "fast")[0]
     config = EngineConfig(window=16, group=2, capacity=64)
     equal = () if width == 16 else tuple(one for one in (2, 4, 8) if one != width)
-    assert narrow_widths(_WidthDiffers(fast, width), config) == (equal if fast.operations else ())
+    assert narrow_widths(WithFault(fast, width=width), config) == (equal if fast.operations else ())
 
 
 def test_no_narrow_pass_runs_where_bits_depend_on_the_shape_or_on_interventions() -> None:

@@ -1,6 +1,5 @@
 """Beside a library whose bits depend on what they may not, a run is right, refused or stopped; never other bits."""
 
-from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch
 import cacheprobe as cp
 from cacheprobe.engine import shapes
 from cacheprobe.engine.checker import RecomputeChecker
-from cacheprobe.engine.passes import Pass
-from cacheprobe.engine.shape_trial import ShapeTrial
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.compiled import operations as choice
@@ -110,20 +107,6 @@ def test_the_fault_that_was_seen_changes_no_request_that_thinks(
     assert (
         ends(ThinkingLM(tiny(), name="thinker"), fault, prompts, **{**shapes, "window": window or 1}).kind == "refused"
     )
-
-
-def test_without_guards_the_fault_that_was_seen_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In attention from position 20 on: of four cases, those with an odd window and several rows."""
-    without(monkeypatch, "trial", "check while it runs", "attention by request")
-    kinds = {}
-    for window in (2, 3):
-        for dtype in FLOATS:
-            fault = Planted("attention", lambda at: as_seen_on_amd(at) & (at.position >= 20))
-            kinds[window, dtype] = ends(
-                fresh(dtype=dtype), fault, PROMPTS, window=window, group=4, **{**RUN, "max_new_tokens": 7}
-            ).kind
-    assert [kind for (window, _), kind in kinds.items() if window % 2] == ["different"] * 2
-    assert [kind for (window, _), kind in kinds.items() if not window % 2] == ["right"] * 2
 
 
 # -- each operation, by what it depends on
@@ -245,39 +228,6 @@ def test_without_the_trial_the_check_while_it_runs_stops_it(
     assert ends(fresh(), Planted(operation, in_second_half), PROMPTS[:3], **shapes).kind == "stopped"
     without(monkeypatch, "check while it runs")
     assert ends(fresh(), Planted(operation, in_second_half), PROMPTS[:3], **shapes).kind == "different"
-
-
-@pytest.mark.parametrize(
-    ("operation", "name", "window"),
-    [("product", "row", 1), ("unembedding", "neighbours", 4)],
-)
-def test_without_the_check_while_it_runs_a_later_fault_is_silent(
-    operation: str, name: str, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without(monkeypatch, "check while it runs")
-    assert later(Planted(operation, DEPENDS_ON[name]), window, 4 * window + 9).kind == "different"
-
-
-def test_without_comparing_earlier_passes_a_fault_of_neighbours_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy has the same neighbours as its original, but for their order."""
-    add = RecomputeChecker._add_duplicate
-
-    def of_this_pass(checker: RecomputeChecker, a_pass: Pass, i: int) -> None:
-        add(checker, a_pass, i)
-        checker._logits_before = None
-        a_pass.duplicate = replace(a_pass.duplicate, num_again=0)
-
-    monkeypatch.setattr(RecomputeChecker, "_add_duplicate", of_this_pass)
-    assert later(Planted("product", DEPENDS_ON["neighbours"]), 1, 12).kind == "different"
-
-
-def test_a_trial_beside_the_same_neighbours_accepts_a_fault_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "check while it runs")
-    shapes: dict[str, Any] = dict(window=1, group=4, **RUN)
-    fault = Planted("activation", DEPENDS_ON["neighbours"])
-    assert ends(fresh(), fault, PROMPTS, **shapes).kind == "refused"
-    monkeypatch.setattr(ShapeTrial, "_replace_neighbours", lambda cycle, fed: None)
-    assert ends(fresh(), fault, PROMPTS, **shapes).kind == "different"
 
 
 # -- reading Z

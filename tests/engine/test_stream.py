@@ -1,16 +1,11 @@
 """The stream: pieces as tokens are committed, whole characters, cancelling, leaving early."""
 
-from collections import Counter
-
 import pytest
 
 import cacheprobe as cp
-from cacheprobe.core import tokens as token_text
 from cacheprobe.core.records import Request, SamplingParams
-from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.trace.recording import stream as streams
 from tests.invariants.machines import Faulty, Spy, tiny
-from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, SHAPES, W, babbler, outcome
+from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, SHAPES, babbler, outcome
 
 STREAM = dict(**SHAPES, max_new_tokens=NEW)
 
@@ -62,12 +57,6 @@ def test_pieces_come_while_the_run_goes_on() -> None:
     assert len(spy.calls) == in_all
     with pytest.raises(StopIteration):
         next(stream)
-
-
-def test_a_piece_holds_what_a_verdict_committed() -> None:
-    stream = cp.stream(tiny(), PROMPTS[:2], **STREAM, deterministic=True)
-    sizes = Counter(len(piece.token_ids) for piece in stream)
-    assert set(sizes) <= {1, 1 + W, W, (NEW - 1) % W} and sizes[W] >= 2
 
 
 def test_cancelling_in_the_middle() -> None:
@@ -125,21 +114,3 @@ def test_samples_and_stops_are_streamed() -> None:
     said, _, ended = collect(stream)
     assert sorted(said) == [0, 1, 2] and ended[0] == "stop" and said[0][-1] == stop
     assert len({tuple(tokens[:4]) for tokens in said.values()}) == 3
-
-
-@pytest.mark.parametrize("window", [1, 3, 64])
-def test_a_window_of_tokens_gives_the_text_of_the_whole(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are bytes, so that most characters are cut. The window moves often, and begins in no character."""
-    text = "añ日本語😀 z" * 12
-    monkeypatch.setattr(token_text, "WINDOW", window)
-    sampling = SamplingParams(stop_token_ids=(), stop=())
-    state = SequenceState(Request((), prompt_token_ids=(1,), request_id=0), False, sampling)
-    stream = streams.Stream([state], lambda ids, after: bytes(ids).decode(errors="replace"), lambda observer: iter(()))
-    kept, pieces, firsts = stream._texts[0], [], set()
-    tokens = list(text.encode())
-    for number, token in enumerate(tokens, 1):
-        kept.token_ids.append(token)
-        pieces.append(stream._new_text(kept, is_over=number == len(tokens)))
-        firsts.add(kept.first)
-    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
-    assert len(firsts) >= (3 if window < 64 else 2) and max(firsts) > len(tokens) / 2

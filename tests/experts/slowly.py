@@ -54,12 +54,3 @@ def ablated_slowly(model: PreTrainedModel, layers: Sequence[int], experts: Seque
 
             module.forward = forward
     return model
-
-
-def generated_slowly(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """The greedy continuation, every token from a whole forward without a cache."""
-    text = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
-    return text[len(prompt) :]

@@ -7,8 +7,9 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.ops.equality import bitwise, close
+from tests.by_hand import generated
 from tests.experts.families import loaded, plain
-from tests.experts.slowly import ablated_slowly, generated_slowly, routing_slowly
+from tests.experts.slowly import ablated_slowly, routing_slowly
 from tests.tiny import PROMPTS, SMALL
 
 pytestmark = pytest.mark.determinism
@@ -42,7 +43,7 @@ def test_equals_a_logit_of_minus_infinity(family: str, path: str) -> None:
     settings: dict[str, Any] = dict(**FEW, path=path, drafter=EARLY, deterministic=[0])
     trace = cp.run(loaded(family), PROMPTS[:2], **settings, interventions=both)
     slow = ablated_slowly(plain(family), layers, [expert])
-    assert trace.committed(0) == generated_slowly(slow, PROMPTS[0], 8)
+    assert trace.committed(0) == generated(slow, PROMPTS[0], 8)
     there = routing_slowly(slow, [*PROMPTS[0], *trace.committed(0)][:-1])
     for layer in layers:
         experts, weights = there[layer]

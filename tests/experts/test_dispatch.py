@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import cacheprobe as cp
-from cacheprobe.engine.shapes import ShapeRefused
 from cacheprobe.models.experts import PRODUCT, forward_of, rows_alone, use_invariant_experts
 from cacheprobe.ops.compiled.lanes import FLOATS
 from cacheprobe.ops.compiled.operations import CompiledProduct, choose
 from cacheprobe.ops.equality import bitwise, close
 from tests.experts.families import plain
-from tests.tiny import PROMPTS, SMALL
 
 pytestmark = pytest.mark.determinism
 
@@ -62,21 +60,6 @@ def test_a_token_has_the_same_bits_beside_any_others(family: str, dtype: torch.d
         assert bitwise(routed(one, states[chosen]), whole[chosen]), chosen
 
 
-@pytest.mark.parametrize("plainly", ["eager", "grouped_mm"])
-def test_transformers_own_experts_give_other_bits(plainly: str) -> None:
-    """The control: with the dispatch that transformers has, the bits of a token depend on the others. In bfloat16 they
-    do not on every processor: oneDNN's products may have the same bits for any number of rows."""
-    one, states = mixture("mixtral", torch.float32, False), tokens(torch.float32)
-    own = one.experts.config._experts_implementation
-    try:
-        one.experts.config._experts_implementation = plainly
-        whole = routed(one, states)
-        is_equal = [bitwise(routed(one, states[chosen]), whole[chosen]) for chosen in companies(len(states))]
-    finally:
-        one.experts.config._experts_implementation = own
-    assert not all(is_equal)
-
-
 @FAMILIES
 def test_values_are_those_of_the_class(family: str) -> None:
     one, states = mixture(family, torch.float32, False), tokens(torch.float32)
@@ -98,18 +81,6 @@ def test_the_order_of_a_tokens_experts_says_nothing() -> None:
         _, weights, ids = one.router(states)
         order = torch.tensor([2, 0, 1])
         assert bitwise(one.experts(states, ids, weights), one.experts(states, ids[:, order], weights[:, order]))
-
-
-def test_a_run_with_the_plain_dispatch_is_refused() -> None:
-    """The control in a run: the trial of shapes sees that transformers' dispatch depends on the batch."""
-    model = cp.load_model(plain("mixtral"))
-    settings: dict[str, Any] = dict(**SMALL, deterministic=True, path="bridge", drafter=cp.drafters.NGram())
-    assert len(cp.run(model, PROMPTS[:2], **settings).committed(0)) == 20
-    assert model.fingerprint()["experts"] == "one product a token, ascending ids"
-    plainly: Any = cp.load_model(plain("mixtral"))
-    plainly.config._experts_implementation = "grouped_mm"
-    with pytest.raises(ShapeRefused, match="gives other C of layer 0"):
-        cp.run(plainly, PROMPTS[:2], **settings)
 
 
 def test_each_module_keeps_its_product() -> None:

@@ -57,38 +57,6 @@ def _try_needle(
         assert among == alone, f"trial {trial}: the needle at place {place} of {size} got another answer"
 
 
-def test_log_probabilities_are_bitwise_equal_alone_and_in_one_batch() -> None:
-    model, prompts = near_tied("bfloat16"), _ragged_prompts(near_tied("bfloat16"))
-    assert _differing(model, prompts, is_deterministic=True) == []
-
-
-def test_log_probabilities_without_determinism_differ() -> None:
-    """The control that should fail and does: the same traffic, unverified.
-
-    In float32, where a product's sums take another order for another number of rows, and over every log-probability
-    of many requests. In bfloat16 some processors round all of these differences away.
-    """
-    model = near_tied("float32")
-    differing = _differing(model, _ragged_prompts(model), is_deterministic=False)
-    assert differing, f"all {NUM_PROMPTS} requests gave equal bits alone and together; the control shows nothing"
-
-
-def _ragged_prompts(model: CachedLM) -> list[list[int]]:
-    """Returns prompts of very different lengths, so that alone and together every pass has another shape."""
-    draw = random.Random(12345)
-    lengths = [(50, 80), (30, 50), (10, 20), (2, 4)]
-    return [random_prompt(draw, model, *draw.choice(lengths)) for _ in range(NUM_PROMPTS)]
-
-
-def _differing(model: CachedLM, prompts: list[list[int]], is_deterministic: bool) -> list[int]:
-    """Returns which prompts get other tokens or log-probabilities in one batch than alone."""
-    chosen = sampling(0.6, 8)
-    verified = range(len(prompts)) if is_deterministic else ()
-    together = _run(model, prompts, chosen, verified, capture=None)
-    alone = [_run(model, [prompt], chosen, [0] if is_deterministic else (), capture=None)[0] for prompt in prompts]
-    return [i for i in range(len(prompts)) if together[i] != alone[i]]
-
-
 def _run(
     model: CachedLM,
     prompts: list[list[int]],

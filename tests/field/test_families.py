@@ -2,7 +2,6 @@
 turns its column red."""
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +14,9 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.files import SLIDING_FAMILIES
-from tests.field import __main__ as command
-from tests.field import rows, table
-from tests.field.columns import COLUMNS, PROMPTS
-from tests.field.rows import Row, measure
+from tests.field import table
+from tests.field.columns import PROMPTS
+from tests.field.rows import measure
 from tests.field.tiny_family import families, tiny_config, tiny_family
 from tests.field.variants import VARIANTS
 
@@ -85,42 +83,3 @@ def test_a_model_that_transformer_lens_cannot_describe_is_refused_by_name() -> N
     """TransformerLens raises a TypeError for a config without sizes of its own, such as BLT's."""
     with pytest.raises(ModelError, match=r"TransformerBridge does not take BltForCausalLM: .*missing"):
         cp.load_model(tiny_family("blt"))
-
-
-def _dies(names: list[str], results: Any) -> None:
-    os._exit(1)
-
-
-def test_a_crash_costs_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "measure_in_worker", _dies)
-    (row,) = list(table._measured(["llama", "gpt2"]))
-    assert row.name == "llama" and row.is_crash and not row.is_refused and "process ended" in row.reasons[0]
-
-
-def test_the_command_prints_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    good = Row("llama", "LlamaForCausalLM", dict.fromkeys(("loads", *COLUMNS), True), "fast")
-    bad = Row("phi", "PhiForCausalLM", {**good.cells, "D1": False}, "plain", ["D1: other bits"])
-    refused = Row("mamba", "MambaForCausalLM", {"loads": False}, "", ["recurrent"])
-    monkeypatch.setattr(table, "measure_all", lambda names: [good, bad, refused])
-    assert command.main(["llama", "phi", "mamba"]) == 1
-    said = capsys.readouterr()
-    assert "1 of 3 pass all columns, 1 are refused, 1 fail a column" in said.err
-    assert "| phi | plain | all but D1 | D1: other bits |" in said.out and "| mamba | - | none, refused |" in said.out
-
-
-def test_names_of_families() -> None:
-    assert len(families()) > 60
-    assert table.names_to_measure(["llama", "qwen3"]) == ["llama", "qwen3"]
-    assert set(VARIANTS) <= set(table.names_to_measure())
-    assert all(variant.family in families() for variant in VARIANTS.values())
-    with pytest.raises(ValueError, match="unknown family 'lama'.*llama"):
-        table.names_to_measure(["lama"])
-
-
-def test_an_error_of_a_column_is_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(subject: object) -> str:
-        raise RuntimeError("a shape is wrong")
-
-    monkeypatch.setattr(rows, "COLUMNS", {"Z": broken})
-    row = measure("llama")
-    assert row.cells == {"loads": True, "Z": False} and row.reasons[-1] == "Z: RuntimeError: a shape is wrong"

@@ -84,26 +84,6 @@ def test_a_run_equals_a_plain_hook_without_a_cache(kind: str, site: str, head: i
     assert plain.committed(0) == trace.committed(0)
 
 
-def test_deterministic_requests_equal_the_oracle_under_traffic() -> None:
-    """Preemptions, late arrivals and wrong drafts in bfloat16, where a sum over another shape would show."""
-    model = loaded(dtype=torch.bfloat16)
-    sampling = cp.SamplingParams(max_new_tokens=14)
-    prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[2], PROMPTS[4]]
-    requests = [cp.Request(prompt, sampling, arrival_step=2 * i) for i, prompt in enumerate(prompts)]
-    own = dict(own_fingerprint=True)
-    changes = (
-        ablate(directions(32), request_id=0, site="S", layers=[0, 1], **own),
-        function(turned, request_id=1, site="C", layers=1, positions=[3, 9, 12], **own),
-    )
-    settings = dict(**LIGHT, deterministic=[0, 1, 2], interventions=changes)
-    trace = cp.run(model, requests, max_kv_tokens=64, drafter=cp.drafters.EarlyExit(layer=1), **settings)
-    oracle = cp.reference(model, requests[:3], **settings)
-    assert [trace.digest(i) for i in range(3)] == [oracle.digest(i) for i in range(3)]
-    plain = cp.reference(model, requests[:3], **{**settings, "interventions": ()})
-    assert [trace.digest(i) == plain.digest(i) for i in range(3)] == [False, False, True]
-    assert trace.meta["preemptions"] and trace.num_rolled_back > 0
-
-
 def breaks(state: Tensor, context: cp.interventions.StateContext) -> Tensor:
     if context.position == 6:
         raise KeyError("my own fault")

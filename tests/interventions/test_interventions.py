@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.edits.interventions import add, mean, replace, resample, swap, zero
+from cacheprobe.edits.interventions import ablate, ablate_feature, add, function, mean, replace, resample, swap, zero
 from cacheprobe.ops.equality import bitwise, close
+from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 SUMS = "without a cache the sums have other shapes"
@@ -86,19 +87,19 @@ CHANGED = [0, 2]
 
 
 def changes_of(dtype: torch.dtype) -> list[cp.interventions.Intervention]:
-    """On two requests, at prompt and generated positions, at every kind of site."""
-    states = torch.randn(5, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
-    return [
-        one
-        for request_id in CHANGED
-        for one in (
-            zero(request_id=request_id, site="T", layer=0, head=1, own_fingerprint=True),
-            resample(
-                states, seed=3, request_id=request_id, site="S", layer=1, positions=[1, 6, 12], own_fingerprint=True
-            ),
-            mean(states, request_id=request_id, site="pre", layer=2, positions=[2, 9, 13], own_fingerprint=True),
-        )
-    ]
+    """On two requests, at prompt and generated positions, at every kind of site, by values, functions and features."""
+    states, made = torch.randn(5, 32, generator=torch.Generator().manual_seed(2)).to(dtype), []
+    for request_id in CHANGED:
+        own = dict(request_id=request_id, own_fingerprint=True)
+        made += [
+            zero(site="T", layer=0, head=1, **own),
+            resample(states, seed=3, site="S", layer=1, positions=[1, 6, 12], **own),
+            mean(states, site="pre", layer=2, positions=[2, 9, 13], **own),
+            *ablate(states[:2], site="S", layers=[0, 1], **own),
+            *function(lambda state, context: state * context.position, site="C", layers=1, positions=[3, 9], **own),
+            ablate_feature(random_dictionary("topk"), 5, **own),
+        ]
+    return made
 
 
 def test_changed_deterministic_requests_equal_the_oracle_under_traffic() -> None:

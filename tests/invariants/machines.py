@@ -18,6 +18,7 @@ from cacheprobe.models.base import CachedLM
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
 from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, tiny_model
+from tests.compiled import on_loops
 from tests.proxies import take_members
 from tests.tiny import hf_model, loaded
 
@@ -136,6 +137,46 @@ class Meddler(Spy):
         except AssertionError as error:
             raise Breach(str(error)) from error
         return call.out
+
+
+class WithFault:
+    """A model whose logits are others in passes of one height or width. Lists the shapes of all passes."""
+
+    def __init__(self, inner: CachedLM, height: int | None = None, width: int | None = None) -> None:
+        self.inner, self._operations, self._fault = inner, getattr(inner, "_operations", None), (height, width)
+        take_members(self, inner)
+        self.shapes: list[tuple[int, int]] = []
+
+    def forward(self, token_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.shapes.append((token_ids.shape[0], token_ids.shape[1]))
+        out = self.inner.forward(token_ids, *args, **kwargs)
+        return out * (1 + 2**-20) if any(a == b for a, b in zip(self._fault, token_ids.shape, strict=True)) else out
+
+
+def in_loops(dtype: torch.dtype = torch.float32, family: str = "llama") -> FastLM:
+    """A model of which nothing was tried, whose operations run in the compiled loops."""
+    fast = choose_path(on_loops(cp.load_model(hf_model(family, dtype))), "fast")[0]
+    assert isinstance(fast, FastLM)
+    return fast
+
+
+def plant(of: FastLM, least_width: int) -> dict[str, bool]:
+    """Plants a fault, and returns its switch: in passes of two or more requests and this width, products are one unit
+    in the last place larger in all requests behind the first."""
+    switch, operations = {"on": False}, of._operations
+    operations._can_prepare = False  # ty: ignore  # a prepared pass does not call `products` again
+    own = operations.products
+
+    def products(values: Tensor, layers: Any) -> list[Tensor]:
+        out = own(values, layers)
+        if len(values) > 1 and values.shape[1] >= least_width and switch["on"]:
+            operations.finish()
+            for one in out:
+                one[1:] = one[1:].nextafter(torch.full_like(one[1:], torch.inf))
+        return out
+
+    operations.products = products  # ty: ignore
+    return switch
 
 
 def tiny(dtype: torch.dtype = torch.float32, path: str = "fast") -> CachedLM:

@@ -3,7 +3,7 @@
 import copy
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,8 @@ from cacheprobe.engine.shapes import Hooked, batches_prompts
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
 from tests.compiled import on_loops
+from tests.invariants.machines import in_loops as model
+from tests.invariants.machines import plant
 from tests.invariants.runs import HOT, outcome
 from tests.tiny import hf_model
 
@@ -35,13 +37,6 @@ def texts(lengths: Sequence[int]) -> list[list[int]]:
 
 LENGTHS = (3, 20, 70, 5, 66, 18, 150, 40, 64, 12, 65, 1)
 """Around the lengths whose attention runs in loops (16 and 64), a step of spans (64) and a chunk (128)."""
-
-
-def model(dtype: torch.dtype = torch.float32) -> FastLM:
-    """A model of which nothing was tried, whose operations run in the compiled loops."""
-    fast = choose_path(on_loops(cp.load_model(hf_model("llama", dtype))), "fast")[0]
-    assert isinstance(fast, FastLM)
-    return fast
 
 
 def heights(trace: cp.Trace) -> list[int]:
@@ -203,24 +198,9 @@ def test_an_estimate_counts_the_shared_passes() -> None:
 
 
 @pytest.fixture
-def planted() -> Iterator[tuple[FastLM, dict[str, bool]]]:
-    """A model, and the switch of a fault: in passes with several prompts, products are one unit in the last place
-    larger in all but the first."""
-    switch, of = {"on": False}, model()
-    operations: Any = of._operations
-    operations._can_prepare = False  # a prepared pass does not call `products` again
-    own = operations.products
-
-    def products(values: torch.Tensor, layers: Any) -> list[torch.Tensor]:
-        out = own(values, layers)
-        if len(values) > 1 and values.shape[1] > 1 and switch["on"]:
-            operations.finish()
-            for one in out:
-                one[1:] = one[1:].nextafter(torch.full_like(one[1:], torch.inf))
-        return out
-
-    operations.products = products
-    yield of, switch
+def planted() -> tuple[FastLM, dict[str, bool]]:
+    """A model, and the switch of a fault in passes of several prompts."""
+    return (of := model()), plant(of, 2)
 
 
 def test_a_trial_finds_bits_that_depend_on_other_prompts(planted: Any) -> None:
@@ -320,17 +300,6 @@ def test_a_prompt_is_checked_with_the_attention_of_a_pass_by_itself(monkeypatch:
     trace = cp.run(of, prompts, deterministic=True, prefill_chunk=100, **RUN)
     assert seen[:3] == [[[128]], [[128, 192], *[[128]] * 4], [[128, 192]]] and heights(trace) == [1, 5]
     assert cp.verify(trace, of, progress=False).is_equal
-
-
-def test_without_trial_and_check_the_fault_changes_bits(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, switch = planted
-    prompts = texts([30, 29, 28, 27, 26])
-    exact = want(of, prompts)
-    cp.run(of, prompts, deterministic=True, **RUN)
-    monkeypatch.setattr(RecomputeChecker, "_next_prompt", lambda *asked: None)
-    switch["on"] = True
-    trace = cp.run(of, prompts, deterministic=True, **RUN)
-    assert [outcome(trace, i) == exact[i] for i in range(5)] == [True, False, False, False, False]
 
 
 def test_one_of_32_shared_passes_is_checked_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:

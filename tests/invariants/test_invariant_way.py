@@ -1,7 +1,6 @@
 """determinism="invariant": passes of any number of requests decide, without a verifier, and keep what is promised."""
 
 import random
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,27 +9,18 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, SamplingParams, fingerprint_differences
-from cacheprobe.engine.checker import AGAIN_EVERY, RecomputeChecker
+from cacheprobe.engine.checker import AGAIN_EVERY
 from cacheprobe.engine.shapes import Hooked, ShapeRefused, invariant_widths
 from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
-from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, tiny_model
-from tests.compiled import on_loops
-from tests.invariants.machines import rounding_by_shape
+from tests.invariants.machines import WithFault, plant, rounding_by_shape
+from tests.invariants.machines import in_loops as model
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, outcome, random_batch
-from tests.proxies import take_members
 from tests.tiny import hf_model
 
 pytestmark = pytest.mark.determinism
 
 INVARIANT: dict[str, Any] = {**RUN, "determinism": "invariant"}
-
-
-def model(dtype: torch.dtype = torch.float32, family: str = "llama") -> FastLM:
-    """A model of which nothing was tried, whose products run in the compiled loops."""
-    fast = choose_path(on_loops(cp.load_model(hf_model(family, dtype))), "fast")[0]
-    assert isinstance(fast, FastLM)
-    return fast
 
 
 def alone(of: Any, requests: list[Any], **settings: Any) -> list[Any]:
@@ -110,7 +100,7 @@ def test_drafts_are_verified_without_dummies(drafter: Any) -> None:
 def test_the_window_decides_the_bits_and_the_drafter_does_not() -> None:
     """Runs of one fingerprint, with and without a drafter, on a model whose passes of one token have other bits. So
     decode passes have a pad."""
-    of, runs = _WithFault(model(), None, 1), []
+    of, runs = WithFault(model(), None, 1), []
     for drafter in (None, cp.drafters.NGram(), cp.drafters.EarlyExit(layer=1)):
         runs.append(cp.run(of, PROMPTS, deterministic=True, **INVARIANT, sampling=HOT, drafter=drafter))
         assert not fingerprint_differences(runs[-1].fingerprint, runs[0].fingerprint)
@@ -171,30 +161,10 @@ def test_the_fingerprint_tells_the_two_ways_apart() -> None:
 # -- what keeps the promise
 
 
-def plant(of: FastLM, is_on: Callable[[], bool]) -> None:
-    """From now on, products of passes of two or more requests are one unit in the last place larger in all requests
-    behind the first, while `is_on()`."""
-    operations = of._operations
-    operations._can_prepare = False  # ty: ignore  # a prepared pass does not call `products` again
-    own = operations.products
-
-    def products(values: torch.Tensor, layers: Any) -> list[torch.Tensor]:
-        out = own(values, layers)
-        if len(values) > 1 and is_on():
-            operations.finish()
-            for one in out:
-                one[1:] = one[1:].nextafter(torch.full_like(one[1:], torch.inf))
-        return out
-
-    operations.products = products  # ty: ignore
-
-
 @pytest.fixture
-def planted() -> Iterator[tuple[FastLM, dict[str, bool]]]:
+def planted() -> tuple[FastLM, dict[str, bool]]:
     """A model, and the switch of its fault."""
-    switch, of = {"on": False}, model()
-    plant(of, lambda: switch["on"])
-    yield of, switch
+    return (of := model()), plant(of, 1)
 
 
 def test_a_product_whose_bits_depend_on_the_height_is_refused(planted: Any) -> None:
@@ -216,12 +186,12 @@ def test_a_fault_in_one_height_or_width_alone_is_found() -> None:
     """The odd and even heights around tiles, and the narrow widths, each by itself."""
     config = shape(window=4)
     for height in (2, 5, 9, 15, 18):
-        of = _WithFault(model(), height, None)
+        of = WithFault(model(), height, None)
         with pytest.raises(ShapeRefused, match=f"a pass of {height} x 4 tokens differs"):
             invariant_widths(of, config, Hooked(), 18)
         assert invariant_widths(of, config, Hooked(), height - 1) == (1, 2, 3)
     for width in (2, 3):
-        of = _WithFault(model(), None, width)
+        of = WithFault(model(), None, width)
         assert invariant_widths(of, config, Hooked(), 3) == (1, 5 - width)
 
 
@@ -230,27 +200,14 @@ def test_with_products_of_torch_every_height_is_tried(family: str) -> None:
     """The norms of GPT-2 are always torch's."""
     by_torch = cp.load_model(hf_model("llama"), products="torch")
     of = choose_path(by_torch, "fast")[0] if family == "llama" else model(family=family)
-    seen = _WithFault(of, None, None)
+    seen = WithFault(of)
     try:
         assert invariant_widths(seen, shape(window=4), Hooked(), 13) == ()
     except ShapeRefused:  # on most machines
         pass
-    assert seen.heights == {*range(1, 14)}
+    assert {height for height, _ in seen.shapes} == {*range(1, 14)}
     with pytest.raises(ShapeRefused, match="determinism='verify'"):
         cp.run(rounding_by_shape(), PROMPTS, **INVARIANT, deterministic=True)
-
-
-def test_where_products_of_torch_differ_tokens_would_too() -> None:
-    """The negative control: what is refused would give other tokens. In float32, where tokens all but tie."""
-    rng = random.Random(0)
-    prompts = [[rng.randrange(256) for _ in range(rng.randrange(1, 20))] for _ in range(9)]
-    of = cp.load_model(tiny_model("llama", torch.float32, size=NEAR_TIES), products="torch")
-    settings = {**INVARIANT, "window": 1, "max_new_tokens": 40, "capture": None}
-    plain = {number: cp.run(of, prompts, **settings, max_batch=number) for number in (1, 9)}
-    differing = [i for i in range(9) if plain[1].committed(i) != plain[9].committed(i)]
-    assert differing, "no token differs: this machine's products are batch-invariant, or the model is too small"
-    with pytest.raises(ShapeRefused):
-        cp.run(of, prompts, **settings, deterministic=True)
 
 
 def test_a_fault_after_the_trial_ends_the_deterministic_requests(planted: Any) -> None:
@@ -270,22 +227,11 @@ def test_a_fault_after_the_trial_ends_the_deterministic_requests(planted: Any) -
         assert len(trace.committed(i)) == NEW
 
 
-def test_without_trial_and_check_the_fault_changes_bits(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    of, switch = planted
-    settings = {**INVARIANT, "sampling": HOT}
-    cp.run(of, PROMPTS, **settings, deterministic=True)
-    monkeypatch.setattr(RecomputeChecker, "_next_invariant", lambda *asked: None)
-    switch["on"] = True
-    trace = cp.run(of, PROMPTS, **settings, deterministic=True)
-    want = alone(of, PROMPTS)
-    assert [outcome(trace, i) == want[i] for i in range(5)] == [True, False, False, False, False]
-
-
 def test_the_check_costs_one_small_pass_in_32() -> None:
     of = model()
     settings: dict[str, Any] = {**INVARIANT, "window": 1, "capacity": 128, "capture": None, "max_new_tokens": 100}
     for num_prompts, height in ((5, 1), (1, 3)):  # a request by itself is computed again behind two dummies
-        seen = _WithFault(of, None, None)
+        seen = WithFault(of)
         trace = cp.run(seen, PROMPTS[:num_prompts], **settings, deterministic=True)
         num_passes = len(trace.events().query("phase == 'decode'").step.unique())
         assert num_passes == 99 and trace.meta["self_checks"]["compared"] == -(-(num_passes - 1) // AGAIN_EVERY)
@@ -294,21 +240,3 @@ def test_the_check_costs_one_small_pass_in_32() -> None:
 
 def shape(**given: Any) -> EngineConfig:
     return EngineConfig(**{"group": 4, "capacity": 96, "determinism": "invariant", **given})
-
-
-class _WithFault:
-    """A model whose logits are others in passes of one height or width. Lists the shapes of all passes."""
-
-    def __init__(self, inner: Any, height: int | None, width: int | None) -> None:
-        self._model, self._operations, self._fault = inner, inner._operations, (height, width)
-        take_members(self, inner)
-        self.shapes: list[tuple[int, int]] = []
-
-    @property
-    def heights(self) -> set[int]:
-        return {height for height, _ in self.shapes}
-
-    def forward(self, token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.shapes.append((token_ids.shape[0], token_ids.shape[1]))
-        out = self._model.forward(token_ids, *args, **kwargs)
-        return out * (1 + 2**-20) if any(a == b for a, b in zip(self._fault, token_ids.shape, strict=True)) else out

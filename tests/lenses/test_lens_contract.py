@@ -132,7 +132,7 @@ def test_stored_states_read_as_they_were_read_in_the_run(trace: cp.Trace) -> Non
 
 @pytest.mark.parametrize("site", ["T", "C"])
 def test_sites_equal_transformer_lens(site: str, trace: cp.Trace) -> None:
-    """Log-probability and rank of the committed token at T and C (test_lens.py has S), against TransformerLens' readout of vectors."""
+    """Log-probability and rank of the committed token at T and C, against TransformerLens; test_lens.py has S."""
     table = cp.analysis.read_states(
         trace, cp.lenses.LogitLens(), site, rows=trace.rows(4, "committed").query("position >= 6")
     )

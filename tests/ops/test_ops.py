@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheprobe.core.noise import derive_seed, gumbel_noise, uniform_noise
-from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending, num_accepted
+from cacheprobe.ops.acceptance import StopRule, clip_draft, num_accepted
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.readout import BLOCK, best_of_blocks, read_logits
 from cacheprobe.ops.sampling import sample_token, two_largest
@@ -22,29 +22,6 @@ tokens = st.lists(st.integers(0, 3), max_size=8)
 def test_num_accepted_equals_its_twin(draft: list[int], targets: list[int]) -> None:
     targets = targets + [9] * (len(draft) + 1 - len(targets))
     assert num_accepted(draft, targets) == num_accepted_slowly(draft, targets)
-
-
-@pytest.mark.parametrize(
-    ("new", "stops", "left", "expected"),
-    [
-        ((5, 6, 7), (), 9, (3, None)),
-        ((5, 6, 7), (6,), 9, (2, "stop")),
-        ((5, 6, 7), (7,), 3, (3, "stop")),  # a stop token in the last place is a stop, not a length
-        ((5, 6, 7), (), 3, (3, "length")),
-        ((5, 6, 7), (7,), 2, (2, "length")),
-        ((6, 6), (6,), 1, (1, "stop")),
-    ],
-)
-def test_find_ending(new: tuple, stops: tuple, left: int, expected: tuple) -> None:
-    assert find_ending((1, 2), new, StopRule(frozenset(stops), (), str), left) == expected
-
-
-@pytest.mark.parametrize(("text", "expected"), [("bc", 3), ("xab", 2), ("abcd", 4), ("dx", None), ("d", 4), ("xa", 1)])
-def test_a_stop_text_ends_with_the_token_that_completes_it(text: str, expected: int | None) -> None:
-    """It may begin in tokens that were committed long before, and is kept whole."""
-    rule = StopRule(frozenset(), (text,), lambda ids: "".join("xabcd"[i] for i in ids))
-    ending = find_ending((0,), (1, 2, 3, 4), rule, 9)
-    assert ending == ((expected, "stop") if expected else (4, None))
 
 
 @given(tokens, st.integers(-1, 5))

@@ -18,7 +18,7 @@ from transformers import (
 
 from cacheprobe.core.records import SamplingParams
 from cacheprobe.ops.equality import bitwise, close
-from cacheprobe.ops.sampling import choose_token, sample_token, target_probs, target_scores
+from cacheprobe.ops.sampling import choose_token, target_probs, target_scores
 from tests.twins.equivalence import choose_token_slowly, target_scores_slowly
 
 SETTINGS = [
@@ -105,50 +105,6 @@ def test_top_p_stops_where_it_is_reached() -> None:
         scores = target_scores(torch.ones(4), sampling, [])
         assert scores.tolist() == [1.0] * kept + [-math.inf] * (4 - kept)
         assert int((transformers_scores(torch.ones(4), sampling, [0]) > -math.inf).sum()) == kept
-
-
-def test_the_callers_logits_stay() -> None:
-    for dtype in (torch.float64, torch.float32):
-        logits = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
-        target_scores(logits, SamplingParams(temperature=0.5, top_k=1, repetition_penalty=2.0), [2])
-        assert logits.tolist() == [1.0, 2.0, 3.0]
-
-
-@given(tied_logits(), settings_strategy, prefixes)
-def test_what_survives(logits: torch.Tensor, sampling: SamplingParams, prefix: list[int]) -> None:
-    """Someone always does; never a token while a better one, or an equal one of a lower id, is removed."""
-    unfiltered = target_scores(logits, SamplingParams(0.0, repetition_penalty=sampling.repetition_penalty), prefix)
-    scores = target_scores(logits, sampling, prefix)
-    kept = [i for i, score in enumerate(scores.tolist()) if score > -math.inf]
-    ranking = sorted(range(len(logits)), key=lambda i: (-float(unfiltered[i]), i))
-    assert kept and set(kept) == set(ranking[: len(kept)])
-    if sampling.top_k and not sampling.is_greedy:
-        only_k = SamplingParams(sampling.temperature, top_k=sampling.top_k)
-        survivors = (target_scores(logits, only_k, []) > -math.inf).sum()
-        assert survivors == min(sampling.top_k, (logits > -math.inf).sum())
-    assert float(target_probs(logits, sampling, prefix).sum()) == pytest.approx(1.0, abs=1e-12)
-
-
-@given(tied_logits(), st.sampled_from([0.0, 0.7, 1.3]), st.integers(0, 2**70), st.integers(0, 2**40))
-def test_plain_settings_give_the_plain_token(
-    logits: torch.Tensor, temperature: float, seed: int, position: int
-) -> None:
-    """And filters that are off say so in any of their ways."""
-    want = sample_token(logits, temperature, seed, position)
-    for off in (dict(), dict(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0), dict(top_k=len(logits))):
-        sampling = SamplingParams(temperature=temperature, seed=seed, **off)
-        assert choose_token(logits, sampling, [0, 1], position) == want
-
-
-def test_the_penalty_reaches_greedy_choices() -> None:
-    logits = torch.tensor([1.0, 2.0, 1.9, -1.0])
-    choose = [
-        choose_token(logits, SamplingParams(temperature=0.0, repetition_penalty=penalty), prefix, 5)
-        for penalty, prefix in ((1.1, [1, 1, 1]), (1.1, []), (1.01, [1]), (3.0, [0, 1, 2]))
-    ]
-    assert choose == [2, 1, 1, 1]
-    probs = target_probs(logits, SamplingParams(temperature=0.0, repetition_penalty=1.1), [1])
-    assert probs.tolist() == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("settings", [dict(), dict(top_k=2), dict(top_p=0.5), dict(repetition_penalty=2.0)], ids=str)

@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -147,61 +146,3 @@ def test_streams_share_nothing_and_the_first_is_as_ever() -> None:
     held = [uniform_noise(seed, position, 64, s) for seed in (0, 5) for position in range(20) for s in streams]
     assert len(np.unique(np.concatenate(held))) == 2 * 20 * 4 * 64
     assert (gumbel_noise(5, 9, 50) == gumbel_noise(5, 9, 50, CHOICE_STREAM)).all()
-
-
-TARGET = [probs(0.1, 0.5, 0.4), probs(0.5, 0.25, 0.25), probs(0.2, 0.7, 0.1)]
-DRAFT = [probs(0.6, 0.2, 0.2), probs(0.1, 0.8, 0.1), probs(0.4, 0.3, 0.3)]
-"""After each token, the distribution of the next. Some rejected candidates have two tokens to take their place."""
-LENGTH, CANDIDATES = 3, 2
-
-
-def draw(distribution: Tensor, seed: int, position: int, stream: int) -> int:
-    return int(np.argmax(np.log(distribution.numpy()) + gumbel_noise(seed, position, 3, stream)))
-
-
-def generate(seed: int, rule=accept_or_recover, draft_stream: int = DRAFT_STREAM, is_drawn: bool = True) -> tuple:
-    """One sequence through draft, verdict and bonus. After a rejection the same positions are drafted again, with the
-    same noise and other tokens before them."""
-    tokens = [0]
-    while len(tokens) <= LENGTH:
-        draft = list(tokens)
-        while len(draft) < min(len(tokens) + CANDIDATES, LENGTH):  # none for the last position
-            draft.append(draw(DRAFT[draft[-1]], seed, len(draft), draft_stream))
-        for candidate in draft[len(tokens) :]:
-            held = DRAFT[tokens[-1]] if is_drawn else None
-            is_accepted, token_id = rule(TARGET[tokens[-1]], held, candidate, seed, len(tokens))
-            tokens.append(token_id)
-            if not is_accepted:
-                break
-        else:
-            tokens.append(draw(TARGET[tokens[-1]], seed, len(tokens), CHOICE_STREAM))
-    return tuple(tokens[1:])
-
-
-def statistic(sequences: list[tuple]) -> float:
-    """Pearson's, over all 27 sequences."""
-    total = 0.0
-    for sequence in itertools.product(range(3), repeat=LENGTH):
-        pairs = zip((0, *sequence), sequence, strict=False)
-        expected = math.prod(float(TARGET[a][b]) for a, b in pairs) * len(sequences)
-        total += (sequences.count(sequence) - expected) ** 2 / expected
-    return total
-
-
-@pytest.fixture
-def unchecked():
-    """Shape checks off: in 100,000 calls with the same shapes they are most of the time."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-LIMIT = 63.2
-"""Chi-square with 26 degrees of freedom, p = 6e-5."""
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("is_drawn", "count"), [(True, 17_000), (False, 4_000)])
-def test_whole_sequences_follow_the_target(is_drawn: bool, count: int) -> None:
-    """51,000 draws in sequences of three tokens, and 12,000 with candidates that count as certain."""
-    assert statistic([generate(seed, is_drawn=is_drawn) for seed in range(count)]) < LIMIT

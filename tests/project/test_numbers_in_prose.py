@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from cacheprobe_analyses.coin_state_patch import Result as Patched
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS, ANALYSES = "benchmarks/results/", "analyses/results/"
+RATIOS = "{stc_ratio:.2f}, {stcz_ratio:.2f} and {stcz_half_deterministic_ratio:.2f}"
 
 
 def nld_flips_of_noise(held: dict[str, Any]) -> tuple[int, int, int]:
@@ -45,64 +45,48 @@ def mean_right(held: dict[str, Any], cell: str) -> float:
     return 100 * sum(one["right"] for one in cells) / sum(one["texts"] for one in cells)
 
 
-CLAIMS: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
-    # page, what it says with {} for each number, the stored result, and the numbers in it
+CLAIMS: list[tuple[Any, ...]] = [
+    # page, what it says with numbers named as in the stored result, that result, and what {} stands for
     (
         "patching.md",
-        "ours takes {:.1f} seconds and TransformerLens {:.1f} (`speedup_over_transformerlens` {}), or {} times as long "
-        "if the prompts differ from their first token on. The numbers differ by at most {:.1e} (`largest_difference`).",
+        "ours takes {pair[seconds_median][ours]:.1f} seconds and TransformerLens "
+        "{pair[seconds_median][transformerlens]:.1f} (`speedup_over_transformerlens` {speedup_over_transformerlens}), "
+        "or {speedup_where_the_first_token_differs} times as long if the prompts differ from their first token on. "
+        "The numbers differ by at most {pair[largest_difference]:.1e} (`largest_difference`).",
         BENCHMARKS + "patching.json",
-        lambda r: (
-            r["pair"]["seconds_median"]["ours"], r["pair"]["seconds_median"]["transformerlens"],
-            r["speedup_over_transformerlens"], r["speedup_where_the_first_token_differs"],
-            r["pair"]["largest_difference"],
-        ),
     ),
     (
         "patching.md",
-        "(`ours_from_truth` {:.1e}, `transformerlens_from_truth` {:.1e})",
+        "(`ours_from_truth` {precision[ours_from_truth]:.1e}, "
+        "`transformerlens_from_truth` {precision[transformerlens_from_truth]:.1e})",
         BENCHMARKS + "patching.json",
-        lambda r: (r["precision"]["ours_from_truth"], r["precision"]["transformerlens_from_truth"]),
     ),
     (
         "benchmarks.md",
-        "on the AMD processor that was measured (ratio {:.2f}); with Z of every generated token it takes {:.2f} times",
+        "on the AMD processor that was measured (ratio {stc_ratio:.2f}); with Z of every generated token it takes "
+        "{stcz_ratio:.2f} times",
         BENCHMARKS + "main-job.json",
-        lambda r: (r["stc_ratio"], r["stcz_ratio"]),
+    ),
+    *(
+        ("benchmarks.md", said + RATIOS, f"{BENCHMARKS}main-job-{name}.json")
+        for name, said in (
+            ("waiting", "`main-job-waiting.json` (waiting threads, torch's default) has "),
+            ("intel", "`main-job-intel.json` "),
+            ("amx", "`main-job-amx.json` (matrix units) "),
+        )
     ),
     (
         "benchmarks.md",
-        "`main-job-waiting.json` (waiting threads, torch's default) has {:.2f}, {:.2f} and {:.2f}",
-        BENCHMARKS + "main-job-waiting.json",
-        lambda r: (r["stc_ratio"], r["stcz_ratio"], r["stcz_half_deterministic_ratio"]),
-    ),
-    (
-        "benchmarks.md",
-        "`main-job-intel.json` {:.2f}, {:.2f} and {:.2f}, and",
-        BENCHMARKS + "main-job-intel.json",
-        lambda r: (r["stc_ratio"], r["stcz_ratio"], r["stcz_half_deterministic_ratio"]),
-    ),
-    (
-        "benchmarks.md",
-        "`main-job-amx.json` (matrix units) {:.2f}, {:.2f} and {:.2f}.",
-        BENCHMARKS + "main-job-amx.json",
-        lambda r: (r["stc_ratio"], r["stcz_ratio"], r["stcz_half_deterministic_ratio"]),
-    ),
-    (
-        "benchmarks.md",
-        "The goals were 1.60, 1.30 and 1.50 times the roofline. Measured: {}, {} and {}.",
+        "The goals were 1.60, 1.30 and 1.50 times the roofline. Measured: {stc_over_roofline}, {stcz_over_roofline} "
+        "and {stcz_half_deterministic_over_roofline}.",
         BENCHMARKS + "main-job.json",
-        lambda r: tuple(r[f"{name}_over_roofline"] for name in ("stc", "stcz", "stcz_half_deterministic")),
     ),
     (
         "benchmarks.md",
-        "With matrix units, S, T and C take {:.2f} of the time in compiled loops, {:.2f} elsewhere in the forward, "
-        "{:.2f} for recording (`share_of_seconds`).",
+        "With matrix units, S, T and C take {share_of_seconds[stc][compiled loops]:.2f} of the time in compiled loops, "
+        "{share_of_seconds[stc][forward and lens, outside the loops]:.2f} elsewhere in the forward, "
+        "{share_of_seconds[stc][recording]:.2f} for recording (`share_of_seconds`).",
         BENCHMARKS + "main-job-amx.json",
-        lambda r: tuple(
-            r["share_of_seconds"]["stc"][key]
-            for key in ("compiled loops", "forward and lens, outside the loops", "recording")
-        ),
     ),
     (
         "results-determinism.md",
@@ -169,9 +153,9 @@ CLAIMS: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
     ),
     (
         "analyses-drafts.md",
-        "Layer 2 predicts nearly as well as layer 26 (AUROC {:.3f} and {:.3f})",
+        "Layer 2 predicts nearly as well as layer 26 (AUROC {found[0][lines][0][auroc]:.3f} and "
+        "{found[0][lines][4][auroc]:.3f})",
         ANALYSES + "rollback-prediction.json",
-        lambda r: [r["found"][0]["lines"][line]["auroc"] for line in (0, 4)],
     ),
     (
         "analyses-drafts.md",
@@ -196,13 +180,10 @@ CLAIMS: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
     ),
     (
         "thinking-states.md",
-        "changes the answer in {} of {} texts. Putting the same state in again changes it in {}, noise of the same "
-        "norm in {}, and no state in {}.",
+        "changes the answer in {flipped[other state]} of {texts} texts. Putting the same state in again changes it in "
+        "{flipped[own state again]}, noise of the same norm in {flipped[noise of its norm]}, and no state in "
+        "{flipped[no state]}.",
         ANALYSES + "thoughts-are-causal.json",
-        lambda r: (
-            r["flipped"]["other state"], r["texts"],
-            *(r["flipped"][way] for way in ("own state again", "noise of its norm", "no state")),
-        ),
     ),
     (
         "thinking-states.md",
@@ -226,15 +207,13 @@ CLAIMS: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
     ),
     (
         "thinking-states.md",
-        "With only the own chunk, {} do",
+        "With only the own chunk, {right[attention to the own chunk]} do",
         ANALYSES + "state-or-attention.json",
-        lambda r: (r["right"]["attention to the own chunk"],),
     ),
     (
         "thinking-states.md",
-        "**Without states**, {} of {} answers are right",
+        "**Without states**, {right[no states]} of {texts} answers are right",
         ANALYSES + "state-or-attention.json",
-        lambda r: (r["right"]["no states"], r["texts"]),
     ),
     (
         "thinking-states.md",
@@ -250,21 +229,18 @@ CLAIMS: list[tuple[str, str, str, Callable[[dict[str, Any]], Any]]] = [
     ),
     (
         "thinking-states.md",
-        "its loss on new texts is {:.2f} nats with them and {:.2f} with those of the other coin",
+        "its loss on new texts is {gold:.2f} nats with them and {opposite:.2f} with those of the other coin",
         ANALYSES + "pretrained-learns.json",
-        lambda r: (r["gold"], r["opposite"]),
     ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("page", "said", "result", "numbers"), CLAIMS, ids=[f"{page}-{said[:30]}" for page, said, *_ in CLAIMS]
-)
-def test_the_numbers_of_a_sentence_are_stored(
-    page: str, said: str, result: str, numbers: Callable[[dict[str, Any]], Any]
-) -> None:
+@pytest.mark.parametrize("claim", CLAIMS, ids=[f"{page}-{said[:30]}" for page, said, *_ in CLAIMS])
+def test_the_numbers_of_a_sentence_are_stored(claim: tuple[Any, ...]) -> None:
+    page, said, result, *computed = claim
     stored = json.loads((ROOT / result).read_text(encoding="utf-8"))
-    expected = re.sub(r"e-0(\d)", r"e-\1", said.format(*numbers(stored)))
+    numbers = [number for compute in computed for number in compute(stored)]
+    expected = re.sub(r"e-0(\d)", r"e-\1", said.format(*numbers, **stored))
     assert expected in " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
 
 

@@ -38,15 +38,6 @@ def test_the_commands_exist() -> None:
 
     shown = set(re.findall(r"^    cacheprobe (\w+)", README, re.MULTILINE))
     assert shown == {name for name in app if not name.startswith("-")} and "doctor" in shown
-    page = (ROOT / "docs" / "commands.md").read_text()
-    assert set(re.findall(r"^    cacheprobe (\w+)", page, re.MULTILINE)) <= shown
-    for words in re.findall(r"^    cacheprobe (.*?)(?:  .*)?$", page, re.MULTILINE):
-        flags = [word.lstrip("[") for word in words.split() if word.lstrip("[").startswith("--")]
-        command, *rest = app[words.split()[0]], *words.split()[1:]
-        while rest and rest[0] in list(command):
-            command = command[rest.pop(0)]
-        known = {name for one in command.assemble_argument_collection() for name in one.names}
-        assert set(flags) <= known, f"{words}: {set(flags) - known} are no flags"
 
 
 def test_numbers_are_those_of_a_stored_measurement() -> None:

@@ -86,39 +86,6 @@ def test_the_house_is_within_its_limits() -> None:
     assert list(words_over_the_limits(*docs())) == []
 
 
-def planted_limits() -> dict[str, Iterator[str]]:
-    """By limit: the complaints about a project that is above it."""
-    limits = LIMITS["cacheprobe"]
-    wide, deep = (limits[name] + 1 for name in ("functions_with_more", "longer_functions"))
-    arguments = ", ".join(f"a{i}" for i in range(limits["arguments"] + 1))
-    body = "    x = 1\n" * limits["lines_of_a_function"]
-    sources = {
-        "cacheprobe.lines_of_code": {"cacheprobe/x.py": "x = 1\n" * (limits["lines_of_code"] + 1)},
-        "cacheprobe.files": {f"cacheprobe/x/{i}/x.py": "" for i in range(limits["files"] + 1)},
-        "cacheprobe.rooms": {f"cacheprobe/{i}/x.py": "" for i in range(limits["rooms"] + 1)},
-        "cacheprobe.functions_with_more": {"cacheprobe/x.py": f"def f(self, {arguments}): ...\n" * wide},
-        "cacheprobe.longer_functions": {"cacheprobe/x.py": f'def f():\n    """Text."""\n{body}' * deep},
-        "cacheprobe.any": {"cacheprobe/x.py": "Any\n" * (limits["any"] + 1)},
-        "cacheprobe.private_getattr": {"cacheprobe/x.py": 'getattr(x, "_y")\n' * (limits["private_getattr"] + 1)},
-        "cacheprobe/x holds": {f"cacheprobe/x/{i}.py": "" for i in range(LIMITS["folder"]["files"] + 1)},
-    }
-    planted = {name: over_the_limits(files, {}, {}) for name, files in sources.items()}
-    for place, table in ((1, "beside"), (2, "tests")):
-        parts: list[dict[str, str]] = [{}, {}, {}]
-        parts[place] = {"x/x.py": "x = 1\n" * (LIMITS[table]["lines_of_code"] + 1)}
-        planted[f"{table}.lines_of_code"] = over_the_limits(*parts)
-    planted["words.readme"] = words_over_the_limits("word " * (LIMITS["words"]["readme"] + 1), {})
-    planted["words.docs"] = words_over_the_limits("", {"x.md": "word " * (LIMITS["words"]["docs"] + 1)})
-    planted["words.pages"] = words_over_the_limits("", {f"{i}.md": "" for i in range(LIMITS["words"]["pages"] + 1)})
-    return planted
-
-
-@pytest.mark.parametrize("name", planted_limits())
-def test_what_is_above_a_limit_is_noticed(name: str) -> None:
-    complaints = list(planted_limits()[name])
-    assert len(complaints) == 1 and complaints[0].startswith(name)
-
-
 def test_lines_of_code_are_counted() -> None:
     """A statement over three lines, and one with a comment; not the docstrings, the blank line and the comment."""
     source = '"""Text."""\n\nx = f(\n    1,\n)\n# a comment\ndef g():\n    """Two\n    lines."""\n    return 1  # so\n'
@@ -128,11 +95,6 @@ def test_lines_of_code_are_counted() -> None:
 def test_a_class_has_a_name_of_its_own() -> None:
     """Before: four classes were called Place, three Cell, three Piece."""
     assert list(repeated_classes(source_files("cacheprobe"))) == []
-
-
-@pytest.mark.parametrize("other", ["class Piece: ...", "Piece = tuple[int, str]", "def f():\n    class Piece: ..."])
-def test_a_repeated_class_is_noticed(other: str) -> None:
-    assert len(list(repeated_classes({"a.py": "class Piece: ...", "b.py": other}))) == 1
 
 
 def test_a_trace_is_data() -> None:
@@ -153,13 +115,6 @@ def test_a_circle_is_noticed() -> None:
     closed = {"cacheprobe/a.py": late, "cacheprobe/b.py": "from cacheprobe import c"}
     closed["cacheprobe/c.py"] = "import cacheprobe.a"
     assert circles(closed) == [["cacheprobe.a", "cacheprobe.b", "cacheprobe.c"]]
-
-
-@pytest.mark.parametrize("folder", ON_THE_PATH)
-def test_a_circle_of_a_package_beside_the_main_one_is_noticed(folder: str) -> None:
-    """Its modules are imported without the folder's name."""
-    closed = {f"{folder}/p/a.py": "from p.sub.b import x", f"{folder}/p/sub/b.py": "def late():\n    from p import a"}
-    assert circles(closed) == [["p.a", "p.sub.b"]]
 
 
 def test_every_folder_of_code_is_looked_at() -> None:

@@ -58,18 +58,6 @@ def test_all_that_a_run_gives_equals_the_dense_twin(tmp_path: Path) -> None:
     assert {column: why for column, function in COLUMNS.items() if (why := function(subject))} == {}
 
 
-def test_another_scale_is_another_weight(tmp_path: Path) -> None:
-    """The control: the twin reads the scales."""
-    live, _, _ = plain_model(fp8_folder(tmp_path), "float32")
-    stored = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    stored[f"{name}_scale_inv"][0, 1] *= 2
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    other = twin_of(tmp_path).state_dict()[name]
-    assert not bitwise(live.state_dict()[name], other)
-    assert bitwise(plain_model(tmp_path, "float32")[0].state_dict()[name], other)
-
-
 def test_mxfp4_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="by 'mxfp4', which is not supported"):
         cp.load_model(fp8_folder(tmp_path, "mxfp4"))

@@ -28,7 +28,6 @@ from cacheprobe.models.smollm2 import smollm2_gguf
 from cacheprobe.ops.equality import bitwise
 from tests.field.columns import COLUMNS, PROMPTS, TinySubject
 from tests.field.tiny_family import tiny_family
-from tests.quantised import twins
 from tests.quantised.twins import gguf_weights
 from tests.quantised.writers import write_quantised
 
@@ -64,23 +63,6 @@ def test_all_that_a_run_gives_equals_the_dense_twin(kind: str, tmp_path: Path) -
     assert model.weights_note == model.fingerprint()["quantised"] == f"{bits}-bit (GGUF {kind}), dequantised"
     subject = TinySubject(twin, PlainLM(copy.deepcopy(twin), None, "twin").blocks, model)
     assert {column: why for column, function in COLUMNS.items() if (why := function(subject))} == {}
-
-
-def test_the_twin_can_disagree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves of bytes in another order are other weights."""
-    file = tiny_gguf(tmp_path)
-    live, _, _ = plain_model(file, "float32")
-    own = twins.of_gguf
-
-    def swapped(raw: np.ndarray, kind: str) -> np.ndarray:
-        """The two halves of every block in the other order."""
-        weights = own(raw, kind)
-        return weights if kind == "F32" else weights.reshape(len(raw), -1, 2, 16)[:, :, ::-1].reshape(len(raw), -1)
-
-    name = "model.embed_tokens.weight"
-    assert bitwise(live.state_dict()[name], twin_of(file).state_dict()[name])
-    monkeypatch.setattr(twins, "of_gguf", swapped)
-    assert not bitwise(live.state_dict()[name], twin_of(file).state_dict()[name])
 
 
 def test_a_folder_with_one_file_is_that_file_and_a_run_is_loaded_again(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gguf import GGUFReader
+from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
@@ -113,29 +112,13 @@ def _of_nibbles(parts: dict[str, Tensor], shape: torch.Size) -> Tensor:
     return (numbers.view(-1, state["blocksize"]) * scale[:, None]).view(shape)
 
 
-def of_gguf(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Returns float32 weights [n, i] from the bytes [n, b] of a GGUF tensor. Blocks of 32: a 16-bit scale, in Q4_1 a
-    16-bit offset, then numbers; of 4-bit ones the first 16 are the low halves of the bytes."""
-    if kind == "F32":
-        return raw
-    blocks = raw.reshape(-1, {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[kind])
-    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    if kind == "Q8_0":
-        return (scale * blocks[:, 2:].view(np.int8)).reshape(len(raw), -1)
-    halves = blocks[:, -16:]
-    numbers = np.concatenate((halves & 15, halves >> 4), 1).astype(np.float32)
-    if kind == "Q4_0":
-        return (scale * (numbers - 8)).reshape(len(raw), -1)
-    return (scale * numbers + blocks[:, 2:4].copy().view(np.float16).astype(np.float32)).reshape(len(raw), -1)
-
-
 def gguf_weights(file: Path, config: LlamaConfig, names: list[str]) -> dict[str, Tensor]:
     """Returns the weights of a GGUF file of a llama by their names in transformers."""
     by_name = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
     found = {}
     for name in names:
         tensor = by_name[gguf_name(name)]
-        weight = torch.from_numpy(np.array(of_gguf(tensor.data, tensor.tensor_type.name)))
+        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2], 0)
         if heads:  # the two halves of a head lie in turn: 0, d/2, 1, d/2 + 1, ...
             width = len(weight) // heads

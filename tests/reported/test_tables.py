@@ -147,20 +147,6 @@ def differences(found: dict[str, dict[str, str]]) -> list[str]:
     return complaints
 
 
-def test_an_undrafted_runs_readings_join_a_drafted_runs(runs: dict[str, cp.Trace], tmp_path: Path) -> None:
-    """Without a draft, drafted_token was null to Arrow, and large_string with one."""
-    undrafted, drafted = (runs[name].hypotheses() for name in ("undrafted", "drafted"))
-    assert undrafted.drafted_token.isna().all() and drafted.drafted_token.notna().any()
-    joined = pa.concat_tables([pa.Table.from_pandas(table) for table in (undrafted, drafted)])
-    assert joined.schema.field("drafted_token").type == pa.large_string()
-    assert joined["drafted_token"].null_count == len(undrafted) + drafted.drafted_token.isna().sum()
-    for table, name in ((undrafted, "a.parquet"), (drafted, "b.parquet")):
-        table.to_parquet(tmp_path / name)
-    assert pq.read_table(tmp_path).num_rows == joined.num_rows
-    events = pa.concat_tables([pa.Table.from_pandas(runs[name].events()) for name in ("undrafted", "drafted")])
-    assert events.schema.field("draft_token_ids").type == pa.list_(pa.int64())
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_has_one_schema_whatever_the_run_holds(name: str, everywhere: dict[str, cp.Trace]) -> None:
     found = {}
@@ -196,15 +182,6 @@ def test_every_public_table_is_looked_at() -> None:
     }
     assert len(tables) > 20
     assert tables - {*TABLES, *FOR_SOME} == set()
-
-
-def test_an_empty_table_has_the_schema_too(runs: dict[str, cp.Trace]) -> None:
-    rejected, spans = runs["undrafted"].rejected(), cp.analysis.reasoning_spans(runs["undrafted"])
-    assert rejected.empty and spans.empty
-    begin, end = (runs["drafted"].token_texts[PROMPTS[0][at]] for at in (0, 2))
-    tagged = cp.analysis.reasoning_spans(runs["drafted"], begin, end)
-    assert len(tagged) and spans.dtypes.equals(tagged.dtypes)
-    assert rejected.dtypes.equals(runs["drafted"].rejected().dtypes)
 
 
 def stored_types(files: Iterator[Path]) -> dict[str, dict[str, dict[str, str]]]:

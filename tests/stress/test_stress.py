@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.core.records import ForwardRecord
-from cacheprobe.engine import committer, shapes
-from cacheprobe.trace.recording.recorder import Recorder
+from cacheprobe.engine import shapes
 from tests.stress import soak
-from tests.stress.soak import Tally, control_subjects, differing, negative_control, one_episode, stress
-from tests.stress.subjects import Subject, near_tie_subjects, real_subjects, tiny_subjects
-from tests.stress.traffic import Episode, draw_episode, draw_request
+from tests.stress.soak import Tally, one_episode, stress
+from tests.stress.subjects import Subject, near_tie_subjects, tiny_subjects
+from tests.stress.traffic import Episode, draw_episode
 
 pytestmark = pytest.mark.determinism
 
@@ -124,60 +122,6 @@ def test_a_planted_difference_is_reported(kind: str, monkeypatch: pytest.MonkeyP
     assert len(tally.differences) == (kind != "nothing"), tally.differences
     said = {"token": "committed"}.get(kind, kind)
     assert kind in READINGS or kind == "nothing" or said in tally.differences[0]
-
-
-def accept_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = committer.num_accepted
-    monkeypatch.setattr(committer, "num_accepted", lambda d, t: min(right(d, t) + 1, len(d)))
-
-
-def keep_stale_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recorder's last block of heads stays open after its pass."""
-    right = Recorder.after_forward
-
-    def stale(recorder: Recorder, record: ForwardRecord) -> None:
-        now = recorder._now
-        right(recorder, record)
-        assert now is not None
-        now.layer_index, now.lens_block, now.watched = {}, None, None
-        recorder._now = now
-
-    monkeypatch.setattr(Recorder, "after_forward", stale)
-
-
-@pytest.mark.parametrize(("plant", "said"), [(accept_too_many, "token"), (keep_stale_heads, "site")])
-def test_a_planted_fault_is_seen(
-    plant: Callable[[pytest.MonkeyPatch], None], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    tally = Tally()
-    for episode in range(8):
-        one_episode(LLAMA, tally, [6, episode], most_requests=4)
-    assert any(said in difference for difference in tally.differences), tally.differences
-
-
-def test_traffic_draws_every_kind() -> None:
-    requests = [draw_request(LLAMA, number).sampling for number in range(60)]
-    for name, plain in (("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("repetition_penalty", 1)):
-        assert {getattr(sampling, name) == plain for sampling in requests} == {True, False}, name
-    assert len({(s.window, s.group, s.prefill_group) for s in tiny_subjects()}) == 6
-    shapes = {(s.window, s.group) for s in real_subjects()}
-    assert {(16, 4), (1, 16)} < shapes and any(s.prefill_group > 1 for s in real_subjects())
-
-
-def test_the_control_goes_on_until_one_subject_diverges(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = negative_control([NEAR_TIE], batches=(6, 1), num_prompts=6)
-    assert figures["control_traffic"] == NEAR_TIE.key and figures["control_sequences"] == 6
-    assert figures["control_unverified_differ"] > 0 == figures["control_verified_differ"]
-    assert differing(NEAR_TIE, False, batches=(1, 1), num_prompts=2) == (0, 0)  # the same batch size twice
-    kinds = control_subjects(has_real=True)
-    assert kinds[0].is_real and kinds[0].dtype == "bfloat16"
-    assert any(kind.dtype == "float32" and not kind.is_real for kind in kinds)
-    monkeypatch.setattr(soak, "differing", lambda subject, is_verified, *more: (0, 2) if is_verified else (3, 0))
-    assert negative_control([NEAR_TIE], (1,), 1)["control_verified_differ"] == 2  # log-probabilities alone
-    monkeypatch.setattr(soak, "differing", lambda subject, *more: (int(subject is LLAMA), 0))
-    assert negative_control([NEAR_TIE, LLAMA, NEAR_TIE], (1,), 1)["control_traffic"] == LLAMA.key
-    assert negative_control([NEAR_TIE], (1,), 1)["control_unverified_differ"] == 0
 
 
 @pytest.mark.parametrize(

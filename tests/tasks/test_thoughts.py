@@ -159,14 +159,6 @@ def test_a_chain_of_thought_is_in_the_vocabulary_and_ends_in_the_last_state(name
                 assert " ".join(written).startswith(" ".join(states[0].split()))
 
 
-def test_operations_that_share_a_chunk_are_all_said(words):
-    (_, said) = annotate(ONE_OF_EACH, words, 20).thoughts
-    assert words.decode(said) == "tails tails heads <eos>"
-    (_, said) = annotate(ONE_OF_EACH, words, 20, "delta").thoughts
-    assert words.decode(said) == "tails heads <eos>"
-    assert words.decode(annotate(ONE_OF_EACH, words, 99, "restate").thoughts[0]) == "heads <eos>"
-
-
 def test_pads_before_closing_shift_operations_against_chunks_and_not_the_end(words):
     found = [annotate(ONE_OF_EACH, words, 8, pads_before_closing=n) for n in range(9)]
     places = [[at % 8 for at, token in enumerate(f.token_ids) if token == words.get_vocab()["flips"]] for f in found]
@@ -255,10 +247,6 @@ def test_a_tokenizer_must_have_pads_and_an_end(words):
     bare = PreTrainedTokenizerFast(tokenizer_object=words.backend_tokenizer, pad_token="<pad>")
     with pytest.raises(ValueError, match="pad and eos tokens is needed, got pad=0 and eos=None"):
         annotate(ONE_OF_EACH, bare, 4)
-
-
-def test_no_examples_are_no_error(words):
-    assert annotate_all([], words, 4) == []
 
 
 def test_a_padding_call_before_changes_nothing(words):

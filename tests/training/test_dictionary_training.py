@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.cli.train import dictionary as command
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.training.dictionary import _is_held, train_dictionary
 from cacheprobe.training.settings import DictionarySettings
@@ -34,13 +33,6 @@ def test_training_explains_held_out_states(trace: cp.Trace) -> None:
     assert explained(trace) > max(few, untrained, 0.5) + 0.1
 
 
-def test_without_gradients_nothing_is_learnt(trace: cp.Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
-    monkeypatch.setattr(torch.optim.Adam, "step", lambda *a, **k: None)
-    with pytest.raises(AssertionError):
-        test_training_explains_held_out_states(trace)
-
-
 def test_it_is_a_function_of_its_settings_and_is_read_again(trace: cp.Trace, tmp_path: Path) -> None:
     settings = DictionarySettings(**{**SETTINGS, "steps": 5})
     mine, same = (train_dictionary(trace, settings, out, progress=False) for out in (tmp_path / "out", None))
@@ -52,13 +44,6 @@ def test_it_is_a_function_of_its_settings_and_is_read_again(trace: cp.Trace, tmp
     assert len(trace.features(again, top=3))
     other = train_dictionary(trace, DictionarySettings(**{**SETTINGS, "steps": 5, "seed": 1}), progress=False)
     assert not bitwise(other.tensors["W_dec"], mine.tensors["W_dec"])
-
-
-def test_the_command_reads_a_stored_run(trace: cp.Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, out = trace.save(tmp_path / "run"), tmp_path / "out"
-    command(run, out=out, **{**SETTINGS, "steps": 3}, progress=False)
-    assert "of the variance is explained" in capsys.readouterr().out
-    assert cp.lenses.Dictionary.load(out).config.k == 8
 
 
 @pytest.mark.slow

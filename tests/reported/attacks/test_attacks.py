@@ -24,25 +24,12 @@ def fresh() -> Any:
 # -- weights that change inside a run, through .data, which neither address nor edit count shows
 
 
-def editing_at(model: Any, call: int) -> cp.drafters.Scripted:
-    """A drafter that edits a weight in its call of this number, and drafts nothing."""
-    weight, calls = next(iter(model.bridge.original_model.parameters())), []
-
-    def script(state: Any) -> list[int]:
-        calls.append(1)
-        if len(calls) == call:
-            weight.data.mul_(1.5)
-        return []
-
-    return cp.drafters.Scripted(script)
-
-
-def edit_when_asked(model: Any) -> Callable[[Any], bool]:
-    """A predicate of rows to keep that edits a weight at position 12."""
+def edit_at(model: Any, position: int = 12) -> Callable[[Any], bool]:
+    """A predicate of rows to keep that edits a weight at this position."""
     weight = next(iter(model.bridge.original_model.parameters()))
 
     def keep(row: Any) -> bool:
-        if row.position == 12:
+        if row.position == position:
             weight.data.add_(0.5)
         return True
 
@@ -50,20 +37,20 @@ def edit_when_asked(model: Any) -> Callable[[Any], bool]:
 
 
 def test_a_reference_and_a_replay_whose_weights_changed_end_with_an_error() -> None:
-    model = fresh()
-    capture = cp.CaptureConfig(sites="S", keep=edit_when_asked(model))
-    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
-        cp.reference(model, PROMPTS[:1], **{**RUN, "capture": capture})
-    model = fresh()
-    capture = cp.CaptureConfig(sites="S", keep=edit_when_asked(model))
-    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
-        cp.replay(model, [[9] * 20], prompts=[PROMPTS[0]], capture=capture, progress=False)
+    for act in (
+        lambda model, capture: cp.reference(model, PROMPTS[:1], **{**RUN, "capture": capture}),
+        lambda model, capture: cp.replay(model, [[9] * 20], prompts=[PROMPTS[0]], capture=capture, progress=False),
+    ):
+        model = fresh()
+        with pytest.raises(FingerprintMismatch, match="weights_sha256"):
+            act(model, cp.CaptureConfig(sites="S", keep=edit_at(model)))
 
 
 def test_a_recorded_run_whose_weights_changed_leaves_nothing_to_resume(tmp_path: Path) -> None:
     model, out = fresh(), tmp_path / "run"
-    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
-        cp.run(model, PROMPTS[:2], drafter=editing_at(model, 5), out=out, **RUN)
+    capture = cp.CaptureConfig(sites="S", keep=edit_at(model))
+    with pytest.raises(FingerprintMismatch, match="begin and end of one run.*weights_sha256"):
+        cp.run(model, PROMPTS[:2], out=out, **{**RUN, "capture": capture})
     assert [path.name for path in out.iterdir()] == []
     with pytest.raises(TraceError, match="holds no run"):
         cp.resume(out, fresh())
@@ -72,27 +59,13 @@ def test_a_recorded_run_whose_weights_changed_leaves_nothing_to_resume(tmp_path:
 def test_a_resumed_run_whose_weights_change_ends_with_an_error(tmp_path: Path) -> None:
     """The first process records until it is killed; the second one edits a weight."""
     model, out = fresh(), tmp_path / "run"
-    stream = cp.stream(model, PROMPTS[:2], out=out, capture=cp.CaptureConfig(sites="S", keep=edit_never), **{
-        name: value for name, value in STREAMED.items() if name != "capture"})  # fmt: skip
-    for _, _ in zip(range(6), stream, strict=False):
+    capture = cp.CaptureConfig(sites="S", keep=edit_at(model, 10**9))
+    stream = cp.stream(model, PROMPTS[:2], out=out, **{**STREAMED, "capture": capture})
+    for _ in zip(range(6), stream, strict=False):
         pass
     del stream
-    weight = next(iter(model.bridge.original_model.parameters()))
-    edit_never.weight = weight
-    try:
-        with pytest.raises(FingerprintMismatch, match="weights_sha256"):
-            cp.resume(out, model, keep=edit_never, progress=False)
-    finally:
-        edit_never.weight = None
-
-
-def edit_never(row: Any) -> bool:
-    if edit_never.weight is not None and row.position == 18:
-        edit_never.weight.data.add_(0.5)
-    return True
-
-
-edit_never.weight = None
+    with pytest.raises(FingerprintMismatch, match="weights_sha256"):
+        cp.resume(out, model, keep=edit_at(model, 18), progress=False)
 
 
 # -- forged manifests

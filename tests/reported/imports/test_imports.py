@@ -2,13 +2,14 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.cli import imports as cli_import
@@ -71,42 +72,10 @@ def test_equal_tokens_are_no_sign_of_an_assistant() -> None:
 # --- everything is compared
 
 
-def _requests(one: SimpleNamespace) -> None:
-    for of_pass in one.hidden_states:
-        for state in of_pass:
-            exchange(state[0], state[1])
-
-
-def _passes(one: SimpleNamespace) -> None:
-    for state, other in zip(one.hidden_states[2], one.hidden_states[4], strict=True):
-        exchange(state, other)
-
-
-def _layers(one: SimpleNamespace) -> None:
-    for of_pass in one.hidden_states:
-        exchange(of_pass[1], of_pass[2])
-
-
-def _layers_of_a_pass(one: SimpleNamespace) -> None:
-    exchange(one.hidden_states[5][1], one.hidden_states[5][2])
-
-
-def _rows(one: SimpleNamespace) -> None:
-    for state in one.hidden_states[0]:
-        exchange(state[1, 2], state[1, 3])
-
-
-def _rows_of_a_layer(one: SimpleNamespace) -> None:
-    exchange(one.hidden_states[0][2][1, 1], one.hidden_states[0][2][1, 4])
-
-
-def _requests_in_a_pass(one: SimpleNamespace) -> None:
-    for state in one.hidden_states[3]:
-        exchange(state[1], state[2])
-
-
-def _requests_in_a_layer_of_a_pass(one: SimpleNamespace) -> None:
-    exchange(one.hidden_states[5][2][0], one.hidden_states[5][2][2])
+def _swap(of_pass: Sequence[Tensor], one: Any, other: Any) -> None:
+    """Exchanges two parts of every tensor."""
+    for state in of_pass:
+        exchange(state[one], state[other])
 
 
 def _shift(one: SimpleNamespace) -> None:
@@ -122,37 +91,28 @@ def _another_prompt(one: SimpleNamespace) -> None:
     one.hidden_states = [list(of_pass) for of_pass in other.output.hidden_states]
 
 
-def _one_token_of_the_prompt(one: SimpleNamespace) -> None:
-    one.sequences[1, 0] = 30
+EXCHANGES: dict[str, Callable[[SimpleNamespace], object]] = {
+    "requests": lambda one: [_swap(of_pass, 0, 1) for of_pass in one.hidden_states],
+    "passes": lambda one: [exchange(*pair) for pair in zip(one.hidden_states[2], one.hidden_states[4], strict=True)],
+    "layers": lambda one: [exchange(of_pass[1], of_pass[2]) for of_pass in one.hidden_states],
+    "layers of a pass": lambda one: exchange(one.hidden_states[5][1], one.hidden_states[5][2]),
+    "rows": lambda one: _swap(one.hidden_states[0], (1, 2), (1, 3)),
+    "rows of a layer": lambda one: exchange(one.hidden_states[0][2][1, 1], one.hidden_states[0][2][1, 4]),
+    "requests in a pass": lambda one: _swap(one.hidden_states[3], 1, 2),
+    "requests in a layer of a pass": lambda one: exchange(one.hidden_states[5][2][0], one.hidden_states[5][2][2]),
+    "the token before": _shift,
+    "another prompt": _another_prompt,
+    "one token of the prompt": lambda one: one.sequences[1, 0].fill_(30),
+    "logits of steps": lambda one: exchange(one.logits[1], one.logits[4]),
+    "logits of requests": lambda one: _swap(one.logits, 0, 2),
+    "logits of requests at a step": lambda one: exchange(one.logits[5][0], one.logits[5][1]),
+    "logits a step late": lambda one: setattr(one, "logits", [one.logits[0], *one.logits[:-1]]),
+}
 
 
-def _logits_of_steps(one: SimpleNamespace) -> None:
-    exchange(one.logits[1], one.logits[4])
-
-
-def _logits_of_requests(one: SimpleNamespace) -> None:
-    for logits in one.logits:
-        exchange(logits[0], logits[2])
-
-
-def _logits_of_requests_at_a_step(one: SimpleNamespace) -> None:
-    exchange(one.logits[5][0], one.logits[5][1])
-
-
-def _logits_a_step_late(one: SimpleNamespace) -> None:
-    one.logits = [one.logits[0], *one.logits[:-1]]
-
-
-EXCHANGES = [
-    _requests, _passes, _layers, _layers_of_a_pass, _rows, _rows_of_a_layer, _requests_in_a_pass, _shift,
-    _requests_in_a_layer_of_a_pass, _another_prompt, _one_token_of_the_prompt, _logits_of_steps, _logits_of_requests,
-    _logits_of_requests_at_a_step, _logits_a_step_late,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", EXCHANGES)
+@pytest.mark.parametrize("change", EXCHANGES.values(), ids=EXCHANGES)
 def test_states_and_logits_in_the_place_of_others_are_refused(
-    change: Callable[[SimpleNamespace], None], batch: Generated
+    change: Callable[[SimpleNamespace], object], batch: Generated
 ) -> None:
     one = batch.copied()
     change(one)
@@ -162,7 +122,7 @@ def test_states_and_logits_in_the_place_of_others_are_refused(
 
 def test_the_error_names_request_position_layer_and_the_nearest(batch: Generated) -> None:
     one = batch.copied()
-    _rows_of_a_layer(one)
+    EXCHANGES["rows of a layer"](one)
     said = r"request 1, position 1: .* given as layer 1 lie \d\.\d+ .* \(0.001 at most\), and 0.00 from its position 4"
     with pytest.raises(ImportRefused, match=said):
         cp.import_generate(one, attention_mask=batch.mask, model=loaded())
@@ -229,7 +189,7 @@ def test_the_command_refuses_them(batch: Generated, tmp_path: Path, capsys: pyte
     assert "not checked" not in capsys.readouterr().out
     cli_import.generate(file, out=tmp_path / "unchecked", stop=(96,))
     assert "layers not checked: no model was given" in capsys.readouterr().out
-    _requests(one)
+    EXCHANGES["requests"](one)
     written(one, batch.mask, file)
     with pytest.raises(ImportRefused, match="of their length away"):
         cli_import.generate(file, overwrite=True, **settings)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.analysis.comparison import setting_differences
 from cacheprobe.views.dashboard.app import make_app
 from cacheprobe.views.dashboard.run_list import RunList
 from tests.dictionaries.planted import random_dictionary
@@ -34,9 +33,7 @@ def readings(*rows: tuple[str, ...]) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("rows", "median"),
     [
-        (("axxx", "aaxx"), "layer 1.5 on"),
         (("xxxx", "axxx", "aaxx", "aaax"), "layer 1.5 on"),
-        (("xxxx", "axxx", "aaax"), "layer 1 on"),
         (("xxxx", "axxx", "aaaa", "aaax"), "layer 2 on"),  # 0, 1, 3 and never
         (("xxxx", "aaaa"), "at half of the positions or more, no layer"),
         (("xaxx", "xxax"), "layer 2.5 on"),
@@ -73,36 +70,6 @@ def test_the_list_says_what_its_layer_is() -> None:
     said = pages().words("rejected", "drafted", page=0)
     assert "flips at" not in said and "committed first from layer" in said
     assert "the lens’s first choice from the named layer up to the last one" in said
-
-
-def request_of(**sampling: object) -> dict[str, Any]:
-    return {"sampling": {"temperature": 0.0, "seed": 1, "stop_token_ids": [], **sampling}}
-
-
-def test_settings_are_said_in_words() -> None:
-    ours = [request_of(stop_token_ids=[1, 2]) for _ in range(12)]
-    theirs = [request_of(stop_token_ids=[1, 2] if i < 3 else [1, 9]) for i in range(12)]
-    [(name, *values)] = setting_differences({}, {}, ours, theirs)
-    nines = "; ".join(["1, 9"] * 8)
-    assert (name, values) == ("stop tokens", ["1, 2 for each", f"from request 3 on: {nines}; …"])
-    [(_, *values)] = setting_differences(
-        {}, {}, [request_of(seed=i) for i in range(9)], [request_of(seed=9 - i) for i in range(9)]
-    )
-    assert values == ["from request 0 on: 0, 1, 2, 3, 4, 5, 6, 7, …", "from request 0 on: 9, 8, 7, 6, 5, 4, 3, 2, …"]
-    meta = {
-        "capture": {
-            "layers": (0, 1, 2, 3),
-            "positions": (1, 5),
-            "phases": ["decode", "verify"],
-            "prompt_hypotheses": True,
-        }
-    }
-    changes = [dict(name="add", site="S", layer=2, positions=(3, 4), phases=("decode",), head=None)]
-    found = {name: value for name, value, _ in setting_differences({**meta, "interventions": changes}, {}, [], [])}
-    assert found["captured layers"] == "0 to 3" and found["captured positions"] == "1, 5"
-    assert found["captured phases"] == "decode, verify" and found["captured prompt hypotheses"] == "yes"
-    assert found["interventions"].startswith("name add, site S, layer 2, positions 3 and 4, phases decode")
-    assert not any(sign in value for value in found.values() for sign in ("[", "]", "(", "'", "None", "True"))
 
 
 def test_the_comparison_has_no_signs_of_python(tmp_path: Path) -> None:
@@ -158,15 +125,9 @@ def test_the_features_of_a_token_are_its_own_and_the_largest_first() -> None:
 
 MALFORMED = {
     "nested lists": '{"cache":{"run":' + "[" * 7000 + "]" * 7000 + "}}",
-    "nested objects": '{"a":' * 2500 + "1" + "}" * 2500,
-    "never closed": "[" * 16000,
-    "nested a little": '{"cache":{"run":[[[[[0]]]]]}}',
     "no JSON": "{",
-    "nothing": "",
     "bytes": b"\xff\xfe\x00",
     "a list": "[]",
-    "a text": '"cache"',
-    "null": "null",
     "a question that is a list": '{"cache":[1]}',
     "a number of 5,000 digits": '{"cache":{"run":' + "9" * 5000 + "}}",
     "an unknown view": '{"cash":{}}',
@@ -181,9 +142,8 @@ def test_a_malformed_body_is_refused_with_a_sentence(name: str) -> None:
     assert said.startswith(("questions are one JSON object", "there is no view 'cash'"))
 
 
-@pytest.mark.parametrize("body", ["[" * 7000 + "]" * 7000, "{}", "[]", "{"])
-def test_what_is_posted_elsewhere_is_refused_with_a_sentence(body: str) -> None:
-    answer = pages().server.post("/_dash-update-component", data=body, content_type="application/json")
+def test_what_is_posted_elsewhere_is_refused_with_a_sentence() -> None:
+    answer = pages().server.post("/_dash-update-component", data="{", content_type="application/json")
     assert (answer.status_code, answer.get_data(as_text=True)) == (400, "questions are posted to /ask\n")
 
 
