@@ -26,6 +26,7 @@ __all__ = [
 
 
 @cache
+@torch.inference_mode(False)  # a test may ask for the model first inside of it; others, later, need gradients
 def loaded(family: str = "llama", dtype: torch.dtype = torch.float32, window: int | None = None) -> BridgeLM:
     """The same weights as `hf_model`, behind our loader."""
     return cp.load_model(hf_model(family, dtype, window=window))

@@ -5,7 +5,6 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.core.config import pick_deterministic, resolve_layers
-from cacheprobe.core.registry import find
 from tests.tiny import SMALL, loaded
 
 P = [[1, 2, 3]]
@@ -50,13 +49,6 @@ def test_run_refuses(prompts, settings, message: str) -> None:
 def test_settings_check_themselves(of: type, name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name.removesuffix("es").removesuffix("s")):
         of(**{name: value})
-
-
-def test_unknown_plug_ins_name_what_there_is() -> None:
-    with pytest.raises(ValueError, match="oracle.*early_exit"):
-        find("drafters", "oracle")
-    with pytest.raises(ValueError, match="poker.*coin_flip"):
-        find("tasks", "poker")
 
 
 def test_deterministic_picks() -> None:

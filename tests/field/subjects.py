@@ -1,19 +1,13 @@
-"""What the suites of other engines run on here: models whose batches really change bits, and random traffic."""
+"""What the suites of other engines run on here: models whose batches really change bits, and random prompts."""
 
 import random
 from functools import cache
-from typing import Any
 
 import torch
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM
 from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, WIDE, tiny_model
-
-SETTINGS: dict[str, Any] = dict(capacity=128, progress=False)
-"""Window, group and prefill are left to the run's own choice."""
-
-Answer = tuple[tuple[int, ...], tuple[float, ...], str]
 
 
 @cache
@@ -34,13 +28,3 @@ def smollm2() -> CachedLM:
 
 def random_prompt(draw: random.Random, model: CachedLM, shortest: int, longest: int) -> list[int]:
     return [draw.randrange(1, model.d_vocab) for _ in range(draw.randint(shortest, longest))]
-
-
-def sampling(temperature: float, max_new_tokens: int) -> cp.SamplingParams:
-    """Returns sampling with the same seed for every request, so that equal prompts must get equal answers."""
-    return cp.SamplingParams(temperature=temperature, seed=20240919, max_new_tokens=max_new_tokens, stop_token_ids=())
-
-
-def answer(trace: cp.Trace, request_id: int) -> Answer:
-    """Returns the tokens, their log-probabilities, and the digest of all captured states, for comparison by bits."""
-    return tuple(trace.committed(request_id)), tuple(trace.logprobs(request_id)), trace.digest(request_id)

@@ -20,8 +20,8 @@ from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
 pytestmark = pytest.mark.determinism
 
 SIZE = Size(vocab=40, hidden=16, mlp=24, layers=2, heads=4, initializer_range=0.3)
-RUN = dict(window=4, group=2, capacity=32, prefill_chunk=8, max_new_tokens=6, deterministic=True, progress=False)
-PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [30, 20, 10, 0]]
+RUN = dict(window=4, group=2, capacity=32, prefill_chunk=8, max_new_tokens=5, deterministic=True, progress=False)
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]
 MOST_ULP = 32
 """Of the largest number of a vector; reordered sums of two blocks stay below."""
 
@@ -68,7 +68,7 @@ def test_a_run_in_kernels_is_the_run_by_torch(counted: tuple[Trace, Counter[str]
         for layer in range(2):
             a, b = (trace.store.all_of(site, layer) for trace in (ours, theirs))
             ran = ~b.isnan().all(-1)  # a draft leaves after layer 0
-            assert torch.equal(a.isnan().any(-1), ~ran) and int(ran.sum()) > 30
+            assert torch.equal(a.isnan().any(-1), ~ran) and int(ran.sum()) > 15
             apart = ulp_apart(a[ran], b[ran])
             assert 0 < apart <= MOST_ULP, (site, layer, apart)
     mine, other = (trace.hypotheses().sort_values(["row", "layer"]) for trace in (ours, theirs))
@@ -97,13 +97,13 @@ def of_request(trace: Trace, request_id: int) -> dict[str, object]:
 
 
 def test_a_request_has_the_same_bits_in_two_batches(counted: tuple[Trace, Counter[str], BridgeLM]) -> None:
-    """Alone, and beside two others."""
+    """Alone, and beside another."""
     beside, _, model = counted
     a, b = of_request(run(model, [PROMPTS[1]]), 0), of_request(beside, 1)
     assert a["tokens"] == b["tokens"] and a["positions"] == b["positions"]
     for name in a.keys() - {"tokens", "positions"}:
         assert bitwise(a[name], b[name]), name
-    assert len(a["Z"]) > 10 and len(a["S0"]) == len(a["positions"]) > 5
+    assert len(a["Z"]) > 5 and len(a["S0"]) == len(a["positions"]) > 5
 
 
 @pytest.mark.parametrize(("family", "window"), [("mistral", 3), ("qwen3", None), ("gpt-neox", None)])

@@ -110,14 +110,6 @@ def test_stored_states_read_as_they_were_read_in_the_run(dtype: torch.dtype) -> 
     pd.testing.assert_frame_equal(again, trace.hypotheses(), check_exact=True)
 
 
-def test_a_drafter_reads_with_it() -> None:
-    """Whatever it drafts, the tokens are the verifier's."""
-    lens = cp.lenses.Patchscope(PROMPT)
-    trace = cp.run(loaded(), PROMPTS, **SMALL, deterministic=True, drafter=cp.drafters.EarlyExit(1, lens))
-    plain = cp.run(loaded(), PROMPTS, **SMALL, deterministic=True)
-    assert [trace.committed(i) for i in range(5)] == [plain.committed(i) for i in range(5)]
-
-
 @pytest.mark.parametrize(
     ("lens", "message"),
     [

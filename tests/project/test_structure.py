@@ -257,6 +257,7 @@ def test_no_machine_is_named_in_the_project():
 
 def test_import_cacheprobe_is_quick():
     assert loaded_early("import cacheprobe", LATE) == []
+    assert loaded_early("import cacheprobe.core.registry, cacheprobe.tasks", {*LATE, "numpy"}) == []
     assert loaded_early("import cacheprobe, pandas", LATE) == ["pandas"]
 
 

@@ -20,7 +20,7 @@ from cacheprobe.ops.compiled.operations import choose
 from cacheprobe.sweeps import cells as code
 from cacheprobe.sweeps import engine, run_cell
 from cacheprobe.sweeps.cells import Cell, combinations, distinguishing_labels
-from cacheprobe.sweeps.engine import COMPLETE, FAILED, PARTIAL, dry_run, sweep
+from cacheprobe.sweeps.engine import FAILED, PARTIAL, dry_run, sweep
 from cacheprobe.sweeps.plan import make_plan
 from cacheprobe.sweeps.run_cell import Outcome
 from cacheprobe.sweeps.settings import read_config
@@ -39,15 +39,6 @@ def digests(folder: Path) -> dict[str, str]:
     """Hash of every file of every committed shard, by its name below the folder."""
     files = [path for path in (folder / SHARDS).rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SMALL, run one cell after another, and left as it is."""
-    out = tmp_path_factory.mktemp("serial") / "sweep"
-    report = cp.sweep(SMALL, out=out, progress=False)
-    assert report.exit_code == COMPLETE and (report.committed, report.skipped) == (3, 0)
-    return out
 
 
 def test_what_is_committed_is_skipped_and_what_is_not_is_made_again(serial: Path, tmp_path: Path) -> None:

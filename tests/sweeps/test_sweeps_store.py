@@ -38,13 +38,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> SweepStore:
     return SweepStore(tmp_path / "s" if request.param == "folder" else f"memory://{tmp_path.name}")
 
 
-@pytest.fixture(scope="module")
-def serial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("serial") / "sweep"
-    assert cp.sweep(SMALL, out=out, progress=False).is_complete
-    return out
-
-
 class Cut(BaseException):
     """What a kill looks like from within."""
 

@@ -1,8 +1,6 @@
 """The coin-flip task: text, true states, shots, token states, chat, answer tokens and errors."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -235,9 +233,3 @@ def test_the_export_has_the_fields_of_the_public_set(byte_tokenizer):
         to_dataset(chat)
     with pytest.raises(ValueError, match="no examples to export"):
         to_dataset([])
-
-
-def test_the_package_is_quick_to_import():
-    code = "import sys, cacheprobe.tasks; print(*{'torch', 'transformers', 'datasets'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""

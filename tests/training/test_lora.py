@@ -83,23 +83,6 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
     assert {int(name.split("layers.")[1][0]) for name in ours.trained} == {1, 2}, "first_layer=1 of three"
 
 
-def test_resuming_is_the_same_bits(tmp_path: Path) -> None:
-    whole = trainer()
-    for _ in whole.run():
-        pass
-    first = trainer(tmp_path)
-    for _ in first.loop.run(first.gradients_of, until=3):
-        first.loop.notes["curve"] = [1]
-    second, forgetful = trainer(tmp_path), trainer(tmp_path)
-    assert second.loop.notes == {"curve": [1]} and second.loop.step == 3
-    forgetful.optimizer.state.clear()
-    for resumed in (second, forgetful):
-        for _ in resumed.run(save_every=100):
-            pass
-    assert all(torch.equal(second.trained[name], weight) for name, weight in whole.trained.items())
-    assert not all(torch.equal(forgetful.trained[name], weight) for name, weight in whole.trained.items())
-
-
 def test_a_stopped_training_ends_in_the_same_file(base: Path, trained: Path, tmp_path: Path, monkeypatch) -> None:
     settings, gradients_of = LoraSettings(**SMALL, model=str(base)), LoraTrainer.gradients_of
 
@@ -121,12 +104,10 @@ def test_a_stopped_training_ends_in_the_same_file(base: Path, trained: Path, tmp
         train_lora(LoraSettings(**{**SMALL, "steps": 7}, model=str(base)), tmp_path)
 
 
-def test_a_checkpoint_of_other_settings_or_half_a_file_is_refused(tmp_path: Path) -> None:
+def test_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
     ours = trainer(tmp_path)
     next(ours.run(save_every=1))
     ours.loop.save()
-    with pytest.raises(ValueError, match="other settings .seed=0 there, 1 asked"):
-        trainer(tmp_path, seed=1)
     (tmp_path / CHECKPOINT).write_bytes((tmp_path / CHECKPOINT).read_bytes()[:-9])
     with pytest.raises(ValueError, match="no checkpoint of a training"):
         trainer(tmp_path)

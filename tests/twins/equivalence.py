@@ -37,9 +37,8 @@ def sample_token_slowly(logits: Tensor, temperature: float, seed: int, position:
 
 
 def lowest_topk_slowly(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Python's stable sort, row by row."""
-    ids = [sorted(range(values.shape[1]), key=lambda i, row=row: (-float(row[i]), i))[:k] for row in values]
-    picked = torch.tensor(ids)
+    """A stable sort: of equals the lowest id first."""
+    picked = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
     return values.gather(1, picked), picked
 
 

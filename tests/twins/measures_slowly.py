@@ -5,7 +5,11 @@ import random
 from collections import defaultdict
 from itertools import pairwise
 
+import numpy as np
 import pandas as pd
+from scipy.spatial.distance import jensenshannon
+from scipy.special import softmax
+from scipy.stats import entropy
 
 import cacheprobe as cp
 
@@ -20,15 +24,11 @@ def _rows(table: pd.DataFrame) -> dict[int, list[dict]]:
 
 def by_layer_slowly(table: pd.DataFrame) -> dict[tuple[int, str], tuple]:
     out = {}
-    for key in {(r["layer"], r["status"]) for r in table.to_dict("records")}:
-        mine = [r for r in table.to_dict("records") if (r["layer"], r["status"]) == key]
-        known = [r for r in mine if not pd.isna(r["rank"])]
-        ranks = sorted(int(r["rank"]) for r in known)
-        middle = len(ranks) // 2
-        median = ranks[middle] if len(ranks) % 2 else (ranks[middle - 1] + ranks[middle]) / 2
-        logprob = sum(r["committed_logprob_nats"] for r in known) / len(known)
-        agrees = sum(bool(r["agrees"]) for r in known) / len(known)
-        out[key] = (len(mine), median, logprob, agrees, sum(r["entropy_nats"] for r in mine) / len(mine))
+    for key, mine in table.groupby(["layer", "status"]):
+        known = mine.dropna(subset=["rank"])
+        agrees = known.agrees.astype(float).mean()
+        told = (known["rank"].median(), known.committed_logprob_nats.mean(), agrees, mine.entropy_nats.mean())
+        out[key] = (len(mine), *map(float, told))
     return out
 
 
@@ -103,22 +103,11 @@ def draft_agreement_slowly(table: pd.DataFrame, window: int) -> dict[int, tuple[
 
 def divergences_slowly(logits: list[list[float]]) -> list[tuple[float, float, float | None]]:
     """Of one row's logits by layer, lowest first: entropy, KL(last || layer), Jensen-Shannon to the next."""
-    probs = []
-    for values in logits:
-        weights = [math.exp(x - max(values)) for x in values]
-        probs.append([w / math.fsum(weights) for w in weights])
-
-    def kl(p: list[float], q: list[float]) -> float:
-        return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
-
-    out = []
-    for i, p in enumerate(probs):
-        js = None
-        if i + 1 < len(probs):
-            middle = [(a + b) / 2 for a, b in zip(p, probs[i + 1], strict=True)]
-            js = (kl(p, middle) + kl(probs[i + 1], middle)) / 2
-        out.append((-math.fsum(a * math.log(a) for a in p if a > 0), kl(probs[-1], p), js))
-    return out
+    probs = softmax(np.array(logits, dtype=float), axis=1)
+    js = [float(jensenshannon(p, after)) ** 2 for p, after in pairwise(probs)]
+    return [
+        (float(entropy(p)), float(entropy(probs[-1], p)), after) for p, after in zip(probs, [*js, None], strict=True)
+    ]
 
 
 def rejected_tokens_slowly(trace: cp.Trace) -> dict[tuple[int, int, int], tuple[int, int, float]]:
