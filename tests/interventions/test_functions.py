@@ -61,7 +61,7 @@ CHANGES = {  # what makes the intervention, and a new state from an old one and 
 }
 
 
-AT = [("function", *place, path) for place in PLACES for path in ("fast", "bridge")]
+AT = [("function", *place, "fast") for place in PLACES] + [("function", "T", 2, "bridge")]
 AT += [(kind, site, head, "fast") for kind in ("ablate", "project", "clamp") for site, head in (("S", None), ("T", 2))]
 
 
@@ -117,7 +117,7 @@ def test_a_function_that_fails_ends_its_request_alone(f: Callable[..., Tensor], 
     assert trace.committed(1) == plain.committed(1)
 
 
-@pytest.mark.parametrize("position", range(5, 10))
+@pytest.mark.parametrize("position", [5, 7, 9])
 def test_a_function_that_fails_while_a_draft_grows_ends_the_run(position: int) -> None:
     """The draft was dropped and decoded again without end, if it failed at a draft's second token or later. Committed
     tokens from before stay."""

@@ -18,10 +18,6 @@ def comments_of(code: str) -> dict[int, str]:
     return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
 
-def is_statement(comment: str) -> bool:
-    return bool(SHAPE.match(comment) or COLUMNS.fullmatch(comment))
-
-
 def complaint(comment: str, value: Any) -> str:
     """What is wrong with a comment about a value; nothing if it is right, or says neither shapes nor columns."""
     if shape := SHAPE.match(comment):

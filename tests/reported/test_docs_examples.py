@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from tests.project.test_docs_blocks import BLOCK, PAGES, code_of
-from tests.reported.stated_outputs import comments_of, is_statement, run_and_compare
+from tests.project.test_docs_blocks import BLOCK
+from tests.reported.stated_outputs import run_and_compare
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 CAPTURE = Path(__file__).parents[2] / "docs" / "capture.md"
@@ -36,21 +36,6 @@ def test_the_attribution_of_the_page_is_about_the_token_that_it_names() -> None:
     table, position = scope["table"], first - 1
     assert set(table.token_id) == {text[first]} and set(table.position) == {position}
     assert table.logit.sum() == pytest.approx(float(logits_of(text)[position, text[first]]), abs=1e-4)
-
-
-def test_the_comments_of_the_pages_are_compared_with_the_values() -> None:
-    """`tests/project/test_docs_blocks.py` runs each page so."""
-    programs = {page.name: code_of(page.read_text(encoding="utf-8")) for page in PAGES}
-    stated = [
-        (name, said) for name, code in programs.items() for said in comments_of(code).values() if is_statement(said)
-    ]
-    assert len(stated) >= 10
-    assert {name for name, _ in stated} >= {
-        "capture.md",
-        "gradients.md",
-        "interventions.md",
-        "patching.md",
-    }
 
 
 def test_values_are_compared_where_they_are_made() -> None:

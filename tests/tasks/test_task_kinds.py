@@ -25,22 +25,10 @@ from cacheprobe.tasks import (
     mixed,
     word_tokenizer,
 )
-from cacheprobe.tasks.boxes import boxes_question
 from cacheprobe.tasks.coin_flip_wei import wei_question
 from cacheprobe.tasks.drawing import FILLERS
-from cacheprobe.tasks.permutations import cups_question, group_question, parity
-from cacheprobe.tasks.two_coins import two_coins_question
+from cacheprobe.tasks.permutations import group_question, parity
 from cacheprobe.tasks.variables import variables_question
-
-
-def test_variables_by_hand():
-    question = variables_question([3, 7, 1], [("a", "b"), ("c", "a"), ("a", "c")], "a", 10)
-    assert question.text == "a = 3, b = 7, c = 1. a = a + b. c = c + a. a = a + c. What is a? A:"
-    assert question.states == ("3 7 1", "0 7 1", "0 7 1", "1 7 1") and question.answer == " 1"
-    assert question.thoughts[1:] == ("0", "1", "1")
-    first = variables_question([3, 7], [("a", "b")], "b", 100, says="assignment", question_first=True)
-    assert first.text == "What is b? a = 3, b = 7. a = a + b. A:"
-    assert (first.thoughts[1], first.answer, len(first.answers)) == ("a = 10", " 7", 100)
 
 
 @given(st.lists(st.permutations("abc"), min_size=1, max_size=5))
@@ -57,16 +45,6 @@ def test_variables_are_asked_of_alike_with_the_question_first():
     assert {e.question.text.split("What is ")[1][0] for e in last} == {"a", "b", "c"}
     pairs = {event for e in last for event in e.events}
     assert pairs == set(permutations("abc", 2))
-
-
-def test_cups_by_hand():
-    question = cups_question(["green", "red", "blue"], [(1, 3), (2, 3)], 2)
-    assert question.text == "The cups hold green red blue. Swap 1 and 3. Swap 2 and 3. What is in cup 2? A:"
-    assert question.states == ("green red blue", "blue red green", "blue green red")
-    assert (question.answer, question.answers) == (" green", (" red", " green", " blue"))
-    whole = cups_question(["green", "red", "blue"], [(1, 3)], None)
-    assert whole.text.endswith(". What do the cups hold? A:") and whole.answer == " blue red green"
-    assert len(whole.answers) == 6
 
 
 def test_the_word_problem_by_hand():
@@ -95,21 +73,6 @@ def test_jitter_moves_the_words_and_nothing_else():
             assert (one.states, one.events) == (other.states, other.events)
         lengths = Counter(len(e.prompt.split()) for e in moved)
         assert len(lengths) > 5
-
-
-def test_two_coins_by_hand():
-    events = [("Ann", "red", True), ("Ben", "blue", False), ("Cy", "blue", True)]
-    both = two_coins_question(("heads", "tails"), events, "blue")
-    assert both.text == (
-        "The red coin is heads and the blue coin is tails. Ann flips red, then Ben does not flip blue, "
-        "then Cy flips blue. What's the blue coin's state? A:"
-    )
-    assert both.states == ("heads tails", "tails tails", "tails tails", "tails heads") and both.answer == " heads"
-    said = {says: two_coins_question(("heads", "tails"), events, "blue", says).thoughts for says in ("named", "asked")}
-    assert said["named"][1:] == ("red tails", "blue tails", "blue heads")
-    assert said["asked"] == ("tails", "tails", "tails", "heads") and both.thoughts == ()
-    first = two_coins_question(("heads", "tails"), events, "blue", question_first=True)
-    assert first.text.startswith("What's the blue coin's state? The red coin") and first.text.endswith("blue. A:")
 
 
 def test_two_coins_tell_one_story_with_the_question_first_and_last():
@@ -161,19 +124,6 @@ def test_operations_stand_anywhere_among_the_fillers():
     for example in task.examples(200):
         places[[len(thought) > 1 for thought in annotate(example, tokenizer, 8).thoughts].index(True)] += 1
     assert set(places) == {1, 2, 3, 4} and min(places.values()) > 25
-
-
-def test_boxes_by_hand():
-    events = [("move", "key", 1, 2), ("put", "pen", None, 1), ("remove", "map", 2, None)]
-    question = boxes_question([["apple", "key"], ["map"]], events, 2, ("key", "apple", "map", "pen"), 2)
-    assert question.text == (
-        "Box 1 contains the apple and the key, Box 2 contains the map. Move the key from Box 1 to Box 2. "
-        "Put the pen into Box 1. Remove the map from Box 2. What does Box 2 contain? A:"
-    )
-    assert question.states == ("apple key, map", "apple, key map", "apple pen, key map", "apple pen, key")
-    assert question.thoughts[1:] == ("Box 1 apple, Box 2 key map", "Box 1 apple pen", "Box 2 key")
-    assert question.answer == " the key" and len(question.answers) == 1 + 4 + 6
-    assert question.answers[0] == " the apple and the key" and question.answers[-1] == " nothing"
 
 
 def box_of(example: Example) -> int:

@@ -1,4 +1,4 @@
-"""Gold thoughts by chunk: agreement with a walk over tokens, the three formats by hand, pads, limits and calls."""
+"""Gold thoughts by chunk: agreement with a walk over tokens, chains by hand, pads, limits and calls."""
 
 from dataclasses import replace
 
@@ -100,32 +100,6 @@ def test_thoughts_are_those_of_a_walk_over_the_tokens(words, pieces, people, sha
     assert [annotate(e, tokenizer, chunk, form, n) for e, n in zip(examples, pads, strict=True)] == slow
 
 
-ROWS = [
-    "<pad> <pad> <pad> A",
-    "coin's state is heads",
-    ". Alice flips,",
-    "then Bob does not",
-    "flip, then Carol",
-    "flips. What's the",
-    "state? A:",
-]
-
-
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
-        ("state", ["", "", "tails ", "", "tails ", "heads ", ""]),
-        ("restate", ["", "heads ", "tails ", "tails ", "tails ", "heads ", "heads "]),
-        ("delta", ["", "", "tails ", "", "", "heads ", ""]),
-    ],
-)
-def test_the_formats_by_hand(words, form, expected):
-    found = annotate(ONE_OF_EACH, words, 4, form)
-    assert [words.decode(found.token_ids[i : i + 4]) for i in range(0, len(found.token_ids), 4)] == ROWS
-    assert [words.decode(thought) for thought in found.thoughts] == [f"{said}<eos>" for said in expected]
-    assert (words.decode(found.answer_ids), found.num_events, found.chunk) == ("heads <eos>", 3, 4)
-
-
 @pytest.mark.parametrize(
     ("chain", "expected"),
     [
@@ -157,16 +131,6 @@ def test_a_chain_of_thought_is_in_the_vocabulary_and_ends_in_the_last_state(name
                 assert written == " ".join(states[1:]).split()
             else:
                 assert " ".join(written).startswith(" ".join(states[0].split()))
-
-
-def test_pads_before_closing_shift_operations_against_chunks_and_not_the_end(words):
-    found = [annotate(ONE_OF_EACH, words, 8, pads_before_closing=n) for n in range(9)]
-    places = [[at % 8 for at, token in enumerate(f.token_ids) if token == words.get_vocab()["flips"]] for f in found]
-    assert {place[0] for place in places} == set(range(8)) and places[8] == places[0]
-    for num_pads, one in enumerate(found):
-        text = words.decode(one.token_ids).lstrip("<pad> ")
-        assert text == ONE_OF_EACH.prompt.replace(". What's", "." + " <pad>" * num_pads + " What's").lstrip()
-        assert len(one.token_ids) % 8 == 0 and one.token_ids[-1] == words.get_vocab()[":"]
 
 
 def cut_behind(marks: str) -> PreTrainedTokenizerFast:

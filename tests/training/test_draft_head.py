@@ -106,15 +106,6 @@ def test_the_first_draft_token_is_the_models_own(trace: cp.Trace, model: CachedL
     assert len(drafts) and (drafts.num_accepted > 0).all()
 
 
-def test_sampled_tokens_are_those_of_an_undrafted_run(trace: cp.Trace, model: CachedLM) -> None:
-    sampling = cp.SamplingParams(temperature=0.8, stop_token_ids=())
-    settings = {**RUN, "sampling": sampling, "capture": None}
-    prompts = [TASK.example(i, 2) for i in range(3)]
-    plain = cp.run(model, prompts, **settings, deterministic=True)
-    run = cp.run(model, prompts, **settings, drafter=trained(trace, steps=1))
-    assert [run.committed(i) for i in range(3)] == [plain.committed(i) for i in range(3)]
-
-
 def test_the_command_writes_a_file_that_is_read_again(
     folder: Path, trace: cp.Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

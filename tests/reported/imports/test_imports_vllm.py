@@ -62,11 +62,7 @@ def imported(paths: list[Path], ids: list[int], **settings: Any) -> cp.Trace:
 EXCHANGES: dict[str, Callable[[list[Tensor]], None]] = {
     "second and third request": lambda states: exchange(states[1], states[2]),
     "one generated token of two requests": lambda states: exchange(states[0][5], states[2][5]),
-    "last token of two requests": lambda states: exchange(states[1][6], states[2][6]),
-    "two tokens": lambda states: exchange(states[2][1], states[2][3]),
-    "two layers": lambda states: exchange(states[2][:, 0], states[2][:, 1]),
-    "two layers of one token": lambda states: exchange(states[1][6, 0], states[1][6, 1]),
-    "the token before": lambda states: states[1].copy_(states[1].roll(1, 0)),
+    "two layers of the last token": lambda states: exchange(states[1][6, 0], states[1][6, 1]),
 }
 
 
