@@ -15,7 +15,6 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.plain import own_states
 from cacheprobe.models.plain.lm import PlainLM
-from cacheprobe.models.plain.recurrence import RecurrentPlaces, StepForward
 from cacheprobe.models.plain.structure import PlainBlock
 from cacheprobe.ops.equality import close
 from tests.field.original import changing, logits_of, states_of
@@ -112,7 +111,7 @@ def test_the_stream_begins_after_the_norm_in_block_0() -> None:
     assert not close(ours, logits_of(original, TEXT), 1e-2, because="the vector is as large as the stream")
 
 
-def test_both_modules_of_a_block_start_from_their_own_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_modules_of_a_block_start_from_their_own_states() -> None:
     original = tiny_family("rwkv")
     one = model(copy.deepcopy(original))
     held = one.new_cache(1, 32)
@@ -122,22 +121,10 @@ def test_both_modules_of_a_block_start_from_their_own_states(monkeypatch: pytest
     keys = [("conv", 0), ("conv", 1), ("recurrent", 0)]
     assert [sorted(memory.after(layer, 0, 5)) for layer in range(4)] == [keys] * 4
     right = logits_of(original, TEXT)
-    assert close(feed(one, torch.tensor([TEXT])).out[0], right, 1e-5, because=SUMS)
-    lanes = StepForward._lanes
-    for forgotten in keys:
-
-        def from_zero(self: StepForward, count: int, places: RecurrentPlaces, key: Any = forgotten) -> Any:
-            found = lanes(self, count, places)
-            for lane in found:
-                zeros = {name: torch.zeros_like(value) for name, value in lane.states.items() if name == key}
-                lane.states = {**lane.states, **zeros}
-            return found
-
-        with monkeypatch.context() as planted:
-            planted.setattr(StepForward, "_lanes", from_zero)
-            cache = one.new_cache(1, 32)
-            parts = [one.forward(torch.tensor([part]), cache, [0], [at]) for at, part in ((0, TEXT[:5]), (5, TEXT[5:]))]
-        assert not close(torch.cat(parts, dim=1)[0], right, 1e-3, because="a part of the past is lost"), forgotten
+    cache = one.new_cache(1, 32)
+    parts = [one.forward(torch.tensor([part]), cache, [0], [at]) for at, part in ((0, TEXT[:5]), (5, TEXT[5:]))]
+    for found in (feed(one, torch.tensor([TEXT])).out[0], torch.cat(parts, dim=1)[0]):
+        assert close(found, right, 1e-5, because=SUMS)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine import shapes
 from tests.stress import soak
 from tests.stress.soak import Tally, one_episode, stress
 from tests.stress.subjects import Subject, near_tie_subjects, tiny_subjects
@@ -140,20 +139,3 @@ def test_a_stress_test_is_void_without_divergence(
     monkeypatch.setattr(soak, "one_episode", episode)
     figures = stress(10, 0, has_real=False)
     assert figures["has_passed"] is has_passed and figures["compared_tokens"] == 12
-
-
-def test_a_refused_shape_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under MKL_CBWR=COMPATIBLE, for example, the trial refuses some shapes in float32."""
-    right, refused = shapes._fault, {(LLAMA.group, LLAMA.window)}
-
-    def fault(*shape: Any) -> str | None:
-        _, batch, width, _, phase, _ = shape
-        return "row 0 slot 2 gives other T" if phase == "verify" and (batch, width) in refused else right(*shape)
-
-    monkeypatch.setattr(shapes, "_fault", fault)
-    tally = Tally()
-    one_episode(LLAMA, tally, [5, 1], most_requests=3)
-    assert "row 0 slot 2 gives other T" in tally.refused[LLAMA.key] and not tally.differences and tally.compared
-    refused.update((group, window) for group in range(30) for window in range(30))
-    with pytest.raises(RuntimeError, match=r"20 shapes of .* were refused.*OMP_NUM_THREADS"):
-        one_episode(LLAMA, tally, [5, 1], most_requests=3)
