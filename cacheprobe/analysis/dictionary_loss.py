@@ -36,7 +36,7 @@ def reconstruction(
     refused: their text alone does not say their states.
     Raises: DictionaryError if the dictionary does not fit; ValueError without a model, or for such requests.
     Source: Cunningham et al. 2023 (arXiv 2309.08600), section 3; Gao et al. 2024 (arXiv 2406.04093), section 4.1.
-    Twin: tests.twins.features_slowly.logprobs_slowly with a hook on an uncached forward, close(1e-4) in float32.
+    Twin: a hook on an uncached forward, in tests.reported.test_dictionaries.
     """
     model = require_model(trace, model)
     source, target = _places(dictionary, model)

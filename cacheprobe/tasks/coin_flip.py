@@ -60,7 +60,7 @@ def flip_chance(flip_probability: float, remaining: int, odd: bool) -> float:
 
     odd: True if an odd number of the `remaining` people flip. Without this condition, each person would flip
     independently with `flip_probability`, strictly between 0 and 1.
-    Twin: tests.tasks.test_data.enumerated_chance, close.
+    Twin: products of the chances of single flips, in tests.tasks.test_data.
     """
     stay_probability = 1 - flip_probability
     even_chance, odd_chance = 1.0, 0.0  # parity of the flips of all people after the first

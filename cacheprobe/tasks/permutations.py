@@ -69,7 +69,7 @@ def group_question(actions: Sequence[str], fillers: Sequence[str] = ()) -> Quest
 def parity(order: Sequence) -> int:
     """Returns the parity of the permutation `order`: 0 if an even number of swaps sorts it, 1 if an odd number does.
 
-    Source: Li, Guo and Andreas 2025, the parity of a state.  Twin: tests.tasks.test_task_kinds.parity_by_swapping, ==.
+    Source: Li, Guo and Andreas 2025, the parity of a state.  Twin: numpy's determinant, ==.
     """
     return sum(first > second for first, second in combinations(order, 2)) % 2
 

@@ -81,7 +81,7 @@ def ablate_feature(
     include_special: as in `steer_feature`.
     Raises: DictionaryError for an unknown feature, a transcoder, and a hook point that is not S, T, C or the input of a
     block.
-    Twin: tests.twins.features_slowly.ablated_slowly, close(1e-5) in float32.
+    Twin: a plain hook on an uncached forward, in tests.interventions.test_feature_interventions.
     """
     fields = checked_fields("ablate_feature", when, Acting)
     site, layer = _place(dictionary, dictionary.config.place)

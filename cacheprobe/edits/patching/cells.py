@@ -186,7 +186,7 @@ def run_cells(model: CachedLM, base: Run, cells: Sequence[PatchingCell]) -> Tens
     """Runs patched runs (cells) in batches; returns the logits [len(cells), v] of the last position of each.
 
     base: the unpatched run that the cells change. All cells must have the same `start`.
-    Twin: tests.twins.patching_slowly.patched_logits, close(1e-5) in float32.
+    Twin: tests.twins.patching_slowly.naive_grid, close(1e-5) in float32.
     """
     return run_cells_to_end(model, base, cells, 1)[:, 0]
 

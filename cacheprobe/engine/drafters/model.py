@@ -42,7 +42,7 @@ class DraftModel(Drafter):
     sample the same token. The second model's passes are neither captured nor counted as steps.
     Its vocabulary may be padded to another size: only ids of both are drafted, and nothing after an id that it lacks.
     Source: speculative decoding, Leviathan et al. 2023 (arXiv 2211.17192).
-    Twin: tests.twins.equivalence.greedy_continuation, == in float32, whatever was accepted and rolled back before.
+    Twin: tests.by_hand.generated, == in float32, whatever was accepted and rolled back before.
     """
 
     model: CachedLM

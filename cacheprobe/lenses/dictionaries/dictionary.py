@@ -25,8 +25,7 @@ class Dictionary:
 
     Read one with `load`. A feature is a direction of the decoder; its activation says how much of it a state has.
     Source: SAELens 6.54, saes/: standard, gated, topk and jumprelu autoencoders and transcoders.
-    Twin: tests.twins.features_slowly.encode_slowly and decode_slowly, close(1e-5) in float32; SAELens' own encode and
-    decode, within 1e-6 of the largest number.
+    Twin: SAELens' own encode and decode, within 1e-6 of the largest number, in tests.dictionaries.test_saelens.
     """
 
     config: DictionaryConfig
@@ -78,7 +77,7 @@ class Dictionary:
         Feature i is a positive coefficient of vector i, feature k + i a negative one. So the largest features of a
         state are its components of largest size, and `decode` gives the projection onto the span. Nothing is centred.
         Coefficients are those of least squares; for an orthonormal basis, the inner products.
-        Twin: tests.twins.features_slowly.coefficients_slowly, close(1e-5) in float32.
+        Twin: tests.dictionaries.test_basis.coefficients, numpy's least squares in float64.
         Raises: DictionaryError for vectors that are dependent, not finite, or more than their width.
         """
         if basis.dim() != 2 or not len(basis):

@@ -114,7 +114,7 @@ def fit(
     Raises: ProbeError for too few examples, and for unknown sites and layers; ValueError for fewer than three folds.
     Source: linear probes, Alain and Bengio 2016 (arXiv 1610.01644); selectivity, Hewitt and Liang 2019 (arXiv
     1909.03368), section 3. The classifier is ridge regression on the classes: one factorisation serves the true labels
-    and all control tasks.  Twin: tests.twins.probes_slowly.fit_slowly (scikit-learn), accuracies ==.
+    and all control tasks.  Twin: tests.twins.probes_slowly.accuracy_slowly (scikit-learn), accuracies ==.
     """
     config = ProbeConfig(**options)
     if isinstance(states, Trace):

@@ -28,7 +28,7 @@ def features_of(
 ) -> pd.DataFrame:
     """Returns the table of `Trace.features`, computed from the captured states. Arguments and errors as there.
 
-    Twin: tests.twins.features_slowly.features_slowly: the same features in the same order, activations close(1e-5).
+    Twin: what `Dictionary.encode` says of each state by itself, in tests.dictionaries.test_features.
     """
     top = whole_number("top", top, at_least=1)
     site, layer_number, chosen = place_of_features(trace, dictionary, rows, site, layer, include_special)

@@ -102,7 +102,7 @@ def losses(
 
     "lm": the tokens to write after the prompt; prompt tokens are not trained, because the paper leaves this open.
     "thoughts": every token of every thought, including its end; not returned for an arm without thoughts.
-    Twin: tests.training.test_thinking_training.losses_slowly, close(1e-5).
+    Twin: sums over single tokens, in tests.training.test_thinking_training, close(1e-5).
     """
     logits, thought_logits = model(batch.token_ids, batch.thoughts, positions, bias)
     count = len(batch.token_ids)
