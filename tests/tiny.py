@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe_benchmarks.shared.tiny import FAMILIES, SLIDING, VOCAB
 from cacheprobe_benchmarks.shared.tiny import tiny_model as hf_model
 
@@ -19,6 +19,7 @@ __all__ = [
     "SLIDING",
     "SMALL",
     "VOCAB",
+    "by_modules",
     "hf_model",
     "loaded",
     "perturbed",
@@ -27,12 +28,20 @@ __all__ = [
 
 @cache
 @torch.inference_mode(False)  # a test may ask for the model first inside of it; others, later, need gradients
-def loaded(family: str = "llama", dtype: torch.dtype = torch.float32, window: int | None = None) -> BridgeLM:
+def loaded(family: str = "llama", dtype: torch.dtype = torch.float32, window: int | None = None) -> PlainLM:
     """The same weights as `hf_model`, behind our loader."""
     return cp.load_model(hf_model(family, dtype, window=window))
 
 
-def perturbed(model: BridgeLM, scale: float, seed: int = 1) -> BridgeLM:
+def by_modules(model: PlainLM) -> PlainLM:
+    """The same weights, in a forward that calls the modules in every pass."""
+    other = PlainLM(model.live, model.tokenizer, model.name)
+    other.use_operations(model.operations)
+    other.is_functional = False
+    return other
+
+
+def perturbed(model: PlainLM, scale: float, seed: int = 1) -> PlainLM:
     """A copy of a tiny model whose weights were moved a little: agrees often, and not always."""
     live = copy.deepcopy(hf_model("llama", model.dtype))
     generator = torch.Generator().manual_seed(seed)

@@ -197,7 +197,10 @@ def _checked_drafters(
     trace: "Trace", given: Sequence[Drafter] | None, readings: pd.DataFrame | None, sampled: Sequence[Sampled]
 ) -> list[Drafter]:
     """Returns the drafters to replay; by default an EarlyExit at each layer of the readings but the model's last.
-    sampled: of each text. Raises: ValueError for a drafter that cannot be replayed, with the reason."""
+
+    sampled: how the tokens of each request are drawn in the replay.
+    Raises: ValueError for a drafter that cannot be replayed, with the reason.
+    """
     last, name = _last_layer(trace), str(trace.fingerprint.get("model"))
     layers = [] if readings is None else sorted(set(readings.layer.tolist()) - {last})
     chosen: list[Drafter] = [EarlyExit(layer=layer) for layer in layers] if given is None else list(given)

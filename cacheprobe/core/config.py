@@ -67,8 +67,8 @@ class EngineOptions(TypedDict, total=False):
     layers: "str | int | Iterable[int]"
     """Layers to keep states of: "all", a number or a list. Must be left out if the CaptureConfig sets layers."""
     path: str
-    """"fast" (fast forward), "bridge" (TransformerLens), or "auto": the fast forward, unless a hook of the user is on
-    the bridge, or the fast forward gives other results or cannot record the captured heads."""
+    """"plain" (the transformers model), "bridge" (TransformerLens), or "auto": the plain model, unless the user set a
+    hook or edited the bridge's weights, or the captured heads need the bridge."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class CaptureConfig(KnownKeywords):
     S); None for tokens and events alone."""
     heads: "str | Sequence[str]" = field(default=(), metadata=as_flag(tuple[str, ...]))
     """Head activations to keep: one or more of q, k, v, z and pattern; router, the experts of each token; and
-    recurrent, the state of a recurrent layer after each token. Only the bridge gives patterns."""
+    recurrent, the state of a recurrent layer after each token."""
     layers: tuple[int, ...] | None = None
     """Layers to keep, such as 0 15 29; by default those of the run's argument `layers`, which are all."""
     positions: Sequence[int] | None = field(default=None, metadata=NO_FLAG)

@@ -23,7 +23,7 @@ from cacheprobe.edits.gradient_texts import (
 )
 from cacheprobe.edits.patching.arguments import as_layers
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.hf.differentiable import GRADIENT_SITES, Derivatives, bridge_of, derivatives
+from cacheprobe.models.hf.differentiable import GRADIENT_SITES, Derivatives, derivatives, require_gradients
 from cacheprobe.trace.recording.stored_states import require_model
 from cacheprobe.trace.trace import Trace
 
@@ -144,21 +144,21 @@ def gradients(
     """Computes the gradient of a metric with respect to the states of every token, and returns Gradients.
 
     Each text is fed once, without a cache: of a trace, each request's committed tokens but the newest, and each
-    rejected draft after the text before it, so that rolled-back rows have gradients too. Hooks on the bridge act.
+    rejected draft after the text before it, so that rolled-back rows have gradients too. The user's hooks act.
     source: a Trace of this model, or prompts as in `cp.run`: text, token ids, task examples.
     metric: called with a text's logits [n, v], whose row p predicts the token at p + 1, and its GradientText; returns
     a tensor of one number. Ready ones are `cp.analysis.logit_difference`, `token_logprob` and `text_logprob`.
     sites: of S, T, C, pre (the stream that enters the block) and z (the heads' outputs).  layers: None for all.
     request_ids: of a trace, only these requests.  rejected: whether rejected drafts of a trace are computed.
     The gradients have the model's dtype: float16 and bfloat16 round them.
-    Raises: ModelError for a model without a TransformerBridge, such as a Thinking States model. ValueError for a site
-    or layer that is not there, a trace of other weights, of a run with interventions or a KVSnapshot, a metric that
-    does not return one finite number with a graph, and gradients that are not finite.
+    Raises: ModelError for a Thinking States model. ValueError for a site or layer that is not there, a trace of other
+    weights, of a run with interventions or a KVSnapshot, a metric that does not return one finite number with a graph,
+    and gradients that are not finite.
     Source: gradient times state as in Shrikumar et al. 2016 (arXiv 1605.01713).
     Twin: tests.twins.gradients_slowly.gradient_slowly: central differences of plain forwards, close(1e-6) in float64.
     """
     places = _places(model, (sites,) if isinstance(sites, str) and sites in GRADIENT_SITES else tuple(sites), layers)
-    bridge_of(model)
+    require_gradients(model)
     if not callable(metric):
         raise ValueError(
             f"metric must be a function of (logits, text), got {metric!r:.60}; see cp.analysis.logit_difference"

@@ -122,8 +122,8 @@ class Scheduler:
         ]
 
     def fill_ins(self) -> list[SequenceState]:
-        """Returns never verified requests that take the unused batch indices of the next verify pass; [] if the window
-        is longer than 1."""
+        """Returns the requests that are never verified and take the unused batch indices of the next verify pass; []
+        if the window is longer than 1."""
         if self.config.window > 1:
             return []
         num_ready = sum(state.is_ready(1) for state in self.running)

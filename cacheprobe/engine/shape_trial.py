@@ -84,7 +84,7 @@ class ShapeTrial:
         self.is_alone, self.window = is_alone, width
         self.shift_of_row: list[int] = []
         self.is_compared: list[bool] = []
-        self.stream_of_row: list[int] = []
+        self.text_of_row: list[int] = []
         if is_alone:
             self._compute_alone()
 
@@ -151,8 +151,8 @@ class ShapeTrial:
         """Runs a pass over these cache rows, with an offset for each. Returns text about the first difference, or
         None."""
         self.shift_of_row = shifts
-        self.stream_of_row = [row % self.num_streams for row in rows]
-        of_row = list(zip(self.stream_of_row, self.shift_of_row, strict=True))
+        self.text_of_row = [row % self.num_streams for row in rows]
+        of_row = list(zip(self.text_of_row, self.shift_of_row, strict=True))
         starts = [self.starts[stream] + shift for stream, shift in of_row]
         fed = torch.stack([self.texts[stream, shift : shift + self.width] for stream, shift in of_row])
         self.is_compared = [True] * len(rows)
@@ -160,7 +160,7 @@ class ShapeTrial:
             self._replace_neighbours(fed)
         attention = PassAttention()
         if self.model.attends_by_request:
-            counts = [self.lengths[stream] if self.lengths else self.width for stream in self.stream_of_row]
+            counts = [self.lengths[stream] if self.lengths else self.width for stream in self.text_of_row]
             pieces = (
                 spans_of(self.phase, count)(start, count, self.cache.capacity)
                 for start, count in zip(starts, counts, strict=True)
@@ -185,14 +185,15 @@ class ShapeTrial:
                 fed[b] = (fed[b] + 1 + b) % self.model.d_vocab
 
     def _compare(self, site: str, layer: int, value: "Tensor | Sequence[Tensor]") -> None:
-        """Stores a value [b, t, ...] in a text's first pass; later compares it, and sets `found` on a difference."""
+        """Keeps the first value [t, ...] of each text, and compares every other one with it, bit for bit. Keeps in
+        `found` the difference that a forward computes first."""
         order = (layer, 0) if site == "logits" else order_of((layer, site))
         if self.found is not None and self.found[0] <= order:
             return
-        for b, (stream, shift) in enumerate(zip(self.stream_of_row, self.shift_of_row, strict=True)):
+        for b, (text, shift) in enumerate(zip(self.text_of_row, self.shift_of_row, strict=True)):
             if not self.is_compared[b]:
                 continue
-            key = site, layer, stream
+            key = site, layer, text
             if key not in self.first:
                 self.first[key] = value[b].clone()
                 continue

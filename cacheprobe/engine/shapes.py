@@ -337,7 +337,7 @@ def _hooks(model: CachedLM, hooked: Hooked) -> Iterator[None]:
 
 def other_settings(model: CachedLM) -> str:
     """Returns text for an error message: settings with which a pass of the model may be batch-invariant."""
-    return "torch.set_num_threads(1)" + " or path='bridge'" * hasattr(model, "origin")
+    return "torch.set_num_threads(1)" + " or path='bridge'" * (getattr(model, "path", "") == "plain")
 
 
 def _change_nothing(site: str, layer: int, value: Tensor) -> None: ...

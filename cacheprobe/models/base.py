@@ -74,7 +74,7 @@ class CachedLM(Protocol):
     operations: compiled loops or kernels, of which the engine uses `readout` for the best tokens.
     read_tokens(states, targets, count): reads the best tokens of residual states in compiled loops.
     independent_width: most tokens of a request in a pass whose bits depend neither on its width nor on its other rows.
-    origin: the model of the bridge that this one shares its weights with.
+    path: "plain" or "bridge", of a model that can run in both ways; see `choose_path`.
     block_sums: a BlockSum for each layer; see `block_sum`.
     mixtures: the experts of each layer that has any.  sources: layer -> the layer whose keys it attends over.
     state_shapes: layer -> shape of its recurrent state.  batch_may_grow: whether a batch may be larger than usual.

@@ -3,20 +3,18 @@ of one forward without a cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import SITES
 from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.base import CachedLM, ModelError, block_sum
+from cacheprobe.models.hf.lm import HuggingFaceLM
 from cacheprobe.models.hf.masks import chunk_size, sliding_window
+from cacheprobe.models.hf.shared import user_hooks
 from cacheprobe.models.settings import product_dtype
-
-if TYPE_CHECKING:  # the first needs transformer_lens, which takes seconds to load; both are checked by this file
-    from cacheprobe.models.hf.bridge import BridgeLM
-    from cacheprobe.models.plain.lm import PlainLM
 
 _PROBE_TEXT = "The coin lies on the table. Alice flips it, and then Bob looks at it"
 _PROBE_LENGTH = 24
@@ -24,43 +22,43 @@ LONGEST_PROBE = 96
 """Longest probe text in tokens. A small sliding window is tested beyond its end; for a large one, the test would cost
 seconds per load."""
 _SPARE_SLOTS = 24
+_FEW = 4
+"""A text of so few tokens, of a tiny context or tokenizer, is not checked beside another one."""
 LEAST_COSINE = 0.9
 """In 16 bits, two correct computations of the same logits agree to a cosine of about .99; a wrong mask gives less than
 .5."""
 
 
-def check_model(model: "BridgeLM | PlainLM") -> None:
+def check_model(model: CachedLM) -> None:
     """Checks a newly loaded model: a short text, fed in parts through the KVCache, must give the logits of one forward
     without a cache; so must the last layer's state, read by the model's norm and unembedding.
 
-    Of a bridge, the hooks of every layer must fire, and a block's output must be its input plus T plus C. A plain model
-    must also give these logits beside a sequence that starts at another position. If its config lets some tokens see
+    The hooks of every layer must fire, and a block's output must be its input plus T plus C. The model must also give
+    these logits beside a sequence that starts at another position. If its config lets some tokens see
     later ones, such as an image's, the logits of a text must not change with what follows.
     Tolerances are those of `agrees`. Raises: ModelError naming what differs.
     """
-    token_ids, kind = probe_ids(model), type(model.live).__name__
-    is_bridge, last = hasattr(model, "bridge"), ("S", model.n_layers - 1)
-    every = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in SITES)]
-    wanted, fired = every if is_bridge else [last], dict[tuple[str, int], Tensor]()
+    around = cast(HuggingFaceLM, model)
+    token_ids, kind = probe_ids(model), type(around.live).__name__
+    wanted = [("pre", 0), *((site, layer) for layer in range(model.n_layers) for site in SITES)]
+    last, fired = ("S", model.n_layers - 1), dict[tuple[str, int], Tensor]()
 
     def note(site: str, layer: int, value: Tensor) -> None:
         """Keeps a copy of the activation, if it has shape [b, t, d_model]."""
         if value.shape[-1] == model.d_model and value.dim() == 3:
             fired[site, layer] = value[0].clone()
 
-    with _running(model, "; use a decoder with plain full attention" if is_bridge else ""):
-        whole = model.whole_logits(token_ids)[0].float()
+    with _running(model):
+        whole = around.original_logits(token_ids)[0].float()
         cache = probe_cache(model, token_ids)
         with model.capturing(wanted, note):
             cached = cached_logits(model, token_ids, cache)
         if silent := sorted(set(wanted) - set(fired)):
             raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")
         found = {"with our KV cache": cached}
-        if not is_bridge:
+        if token_ids.shape[1] > _FEW:
             found["beside a sequence of another length"] = _beside_another(model, token_ids)
         found["read from its last state by norm and unembedding"] = model.read_out(fired[last]).float()
-    if not bool(torch.isfinite(cached).all()):
-        raise ModelError(f"{model.name} gives NaN or infinite logits; load it in float32 or check its weights")
     for what, logits in found.items():
         expected = whole[-len(logits) :]
         if not agrees(logits, expected, model.dtype):
@@ -69,29 +67,27 @@ def check_model(model: "BridgeLM | PlainLM") -> None:
                 f"{float((logits - expected).abs().max()):.3g}; its attention, positions or experts follow a rule that "
                 "is not known here"
             )
-    if is_bridge:
+    if next(user_hooks(around.live), None) is None:  # they may change a sum
         _check_sums(model, fired)
-    elif getattr(model.config, "use_bidirectional_attention", None) and not is_causal(model, token_ids):
+    if getattr(around.config, "use_bidirectional_attention", None) and not is_causal(model, token_ids):
         raise ModelError(
             f"{model.name}: {kind} lets tokens of a text see later ones; cacheprobe runs models that generate"
         )
 
 
 def _check_sums(model: CachedLM, states: dict[tuple[str, int], Tensor]) -> None:
-    """Raises: ModelError if a block's output [t, m] is not its input plus T plus C, up to 1e-3 of the largest value
-    (.1 in 16 bits)."""
+    """Raises: ModelError if a block's output [t, m] is not its input plus T plus C, as `block_sum` says, up to 1e-3 of
+    the largest value (.1 in 16 bits)."""
     limit = 1e-3 if product_dtype(model.dtype) in (torch.float32, torch.float64) else 0.1
     for layer in range(model.n_layers):
         below = states["S", layer - 1] if layer else states["pre", 0]
-        total = below.float() + states["T", layer].float() + states["C", layer].float()
+        total = block_sum(model, layer).scale * below.float() + states["T", layer].float() + states["C", layer].float()
         after = states["S", layer].float()
         if layer not in model.injected_layers and float((total - after).abs().max()) > limit * float(after.abs().max()):
-            raise ModelError(
-                f"{model.name}: S of layer {layer} at the bridge's hooks is not S of the layer below plus T plus C"
-            )
+            raise ModelError(f"{model.name}: S of layer {layer} is not S of the layer below plus T plus C")
 
 
-def is_causal(model: "BridgeLM | PlainLM", token_ids: Tensor) -> bool:
+def is_causal(model: CachedLM, token_ids: Tensor) -> bool:
     """Returns True if the logits of the first half of token_ids [1, t] stay the same, in forwards of the model itself,
     when the second half becomes another text.
 
@@ -100,7 +96,7 @@ def is_causal(model: "BridgeLM | PlainLM", token_ids: Tensor) -> bool:
     """
     half = token_ids.shape[1] // 2
     other = torch.cat((token_ids[:, :half], token_ids[:, : token_ids.shape[1] - half].flip(1)), 1)
-    one, two = (model.whole_logits(ids)[0, :half].float() for ids in (token_ids, other))
+    one, two = (cast(HuggingFaceLM, model).whole_logits(ids)[0, :half].float() for ids in (token_ids, other))
     limit = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.03
     return bool((one - two).abs().max() <= limit * one.abs().max())
 
@@ -109,7 +105,7 @@ def _beside_another(model: CachedLM, token_ids: Tensor) -> Tensor:
     """Returns float32 logits [t, v] of the last tokens of token_ids [1, n], computed in one pass with a sequence that
     starts at position 1."""
     n = token_ids.shape[1]
-    cache = model.new_cache(2, n + 8)
+    cache = model.new_cache(2, min(n + 8, model.n_ctx))
     model.forward(token_ids[:, : n - 3], cache, [1], [0])
     model.forward(token_ids[:, :1], cache, [0], [0])
     both = torch.cat((token_ids[:, 1:4], token_ids[:, n - 3 :]))
@@ -117,16 +113,16 @@ def _beside_another(model: CachedLM, token_ids: Tensor) -> Tensor:
 
 
 @contextmanager
-def _running(model: "BridgeLM | PlainLM", remedy: str = "") -> Iterator[None]:
+def _running(model: CachedLM) -> Iterator[None]:
     """Raises: ModelError for what a model raises inside the `with`."""
     try:
         yield
     except ModelError:
         raise
     except (ValueError, RuntimeError, TypeError, IndexError, AttributeError, KeyError, AssertionError) as error:
+        kind = type(cast(HuggingFaceLM, model).live).__name__
         raise ModelError(
-            f"{model.name}: {type(model.live).__name__} does not run on our KV cache ({type(error).__name__}: "
-            f"{error!s:.120}){remedy}"
+            f"{model.name}: {kind} does not run on our KV cache ({type(error).__name__}: {error!s:.120})"
         ) from error
 
 
@@ -162,13 +158,14 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0))
 
 
-def probe_ids(model: "BridgeLM | PlainLM") -> torch.Tensor:
+def probe_ids(model: CachedLM) -> torch.Tensor:
     """Returns token ids [1, t] of a short English text, for checks of a model. Without a tokenizer, returns a fixed
     pattern of ids. (In 16 bits, random tokens give unstable results.)
 
     The text is longer than the model's sliding window if that window is small.
     """
-    length = max(_PROBE_LENGTH, (sliding_window(model.config) or chunk_size(model.config) or 0) + 8)
+    config = cast(HuggingFaceLM, model).config
+    length = max(_PROBE_LENGTH, (sliding_window(config) or chunk_size(config) or 0) + 8)
     if length > min(LONGEST_PROBE, model.n_ctx):
         length = min(_PROBE_LENGTH, model.n_ctx)
     ids = [] if model.tokenizer is None else list(model.encode(_PROBE_TEXT))

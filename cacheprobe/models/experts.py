@@ -22,6 +22,7 @@ from cacheprobe.core.hook_names import RECURRENT, ROUTER
 from cacheprobe.core.live import LiveConfig, LiveModule, ModuleValue
 from cacheprobe.models.base import CachedLM, ModelError, StateEdit, StateSink
 from cacheprobe.models.settings import FunctionMode
+from cacheprobe.models.weights import WRAPPED
 
 RowProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Function (values, weight, bias) -> values weight^T + bias."""
@@ -118,8 +119,6 @@ ALL_EXPERTS_FUNCTIONS.register(INVARIANT, invariant_experts)
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _TOP_K = ("num_experts_per_tok", "top_k_experts")
-_WRAPPED = "_original_component"
-"""The name under which a TransformerBridge keeps a module that it replaced."""
 
 
 class MixtureLayer(NamedTuple):
@@ -144,7 +143,7 @@ def mixture_layers(model: LiveModule) -> dict[int, MixtureLayer]:
     found: dict[int, MixtureLayer] = {}
     for path, module in model.named_modules():
         layer = _LAYER.search(f".{path}.")
-        if layer is None or path.endswith(_WRAPPED) or not _are_experts(module := _inner(module)):
+        if layer is None or path.endswith(WRAPPED) or not _are_experts(module := _inner(module)):
             continue
         block = _inner(model.get_submodule(path.rpartition(".")[0]))
         router = next((_inner(child) for child in block.children() if _is_router(_inner(child), module)), None)
@@ -156,8 +155,8 @@ def mixture_layers(model: LiveModule) -> dict[int, MixtureLayer]:
 
 def _inner(module: LiveModule) -> LiveModule:
     """Returns the module inside a bridge's wrappers; another module unchanged."""
-    while _WRAPPED in module._modules:
-        module = module._modules[_WRAPPED]
+    while WRAPPED in module._modules:
+        module = module._modules[WRAPPED]
     return module
 
 

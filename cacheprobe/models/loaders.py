@@ -13,12 +13,10 @@ from cacheprobe.core.config import DTYPES
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.core.values import JsonDict, require_known_options
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.hf.masks import longrope_length, text_config
 from cacheprobe.models.known import require_known, shipped_folder
 from cacheprobe.models.plain.files import (
     Device,
     DeviceMap,
-    has_recurrent_layers,
     placement,
     plain_model,
     refuse_unknown_memory,
@@ -31,20 +29,11 @@ if TYPE_CHECKING:  # they take seconds to load
     from cacheprobe.models.hf.bridge import BridgeLM
     from cacheprobe.models.plain.lm import PlainLM
     from cacheprobe.models.thinking.lm import ThinkingLM
+    from cacheprobe.ops.compiled.operations import CompiledOperations
+    from cacheprobe.ops.kernel_set import KernelSet
 
 PRODUCTS = ("auto", "torch", "kernels")
 """Values of `products` of `load_model`."""
-
-NO_ADAPTER = "TransformerBridge has no adapter for it"
-_NO_CACHE = "TransformerBridge's forward of it does not take our KV cache"
-_RECURRENT = "it has recurrent layers, whose states only the plain model keeps by position"
-_PACKED = "its weights are packed, and a bridge reads weights as matrices"
-_SCALED = "its blocks scale the residual stream, and TransformerBridge has no hook on that"
-WITHOUT_BRIDGE: dict[str, str] = {
-    **dict.fromkeys(("bloom", "falcon", "llama4", "llama4_text", "opt", "xglm"), _NO_CACHE),
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _SCALED),
-}
-"""Model type -> why its bridge, which cannot be taken off again, is not tried."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -70,9 +59,8 @@ def load_model(
     """Loads and checks a model, and returns it as a CachedLM, ready for `cp.run`.
 
     model: "smollm2-135m", a shipped Thinking States model such as "coinflip-thinking", a Hugging Face hub name, a local
-    directory, a .gguf file, a live transformers model (wrapped in place: TransformerLens replaces its submodules), a
-    TransformerBridge, or a live ThinkingModel, such as a ThinkingPretrained. Where TransformerLens has no adapter, the
-    plain model runs, and the fingerprint's path is "plain".
+    directory, a .gguf file, a live transformers model (its weights are shared, and its PyTorch hooks act), a
+    TransformerBridge, whose own hooks act, or a live ThinkingModel, such as a ThinkingPretrained.
     tokenizer: for a live model; without one, prompts must be lists of token ids. It is used as it is, and not changed:
     `model.encode(text)` gives `tokenizer(text).input_ids`. Of a TransformerBridge, the tokenizer as its files configure
     it, without the start token that TransformerLens adds.
@@ -108,10 +96,7 @@ def load_model(
     own_dtype = str(loaded.dtype).removeprefix("torch.")
     if not is_named and dtype not in (None, own_dtype):
         raise ModelError(f"{loaded.name} is in {own_dtype}, not {dtype}; convert it with .to(torch.{dtype}) first")
-    thinking = sys.modules.get("cacheprobe.models.thinking.lm")
-    if thinking is None or not isinstance(loaded, thinking.ThinkingLM):
-        loaded = _with_operations(check_or_replace(cast("BridgeLM | PlainLM", loaded)), products)
-    elif (think := options.get("think_while_decoding")) is not None:
+    if (think := options.get("think_while_decoding")) is not None:
         cast("ThinkingLM", loaded).set_think_while_decoding(think)
     prepend_bos = bool(options.get("prepend_bos"))
     if prepend_bos and getattr(loaded.tokenizer, "bos_token_id", None) is None:
@@ -127,7 +112,7 @@ def _named(
     device_map: "DeviceMap | None",
     options: LoadOptions,
 ) -> CachedLM:
-    """Returns the unchecked model of a name or directory, with the adapter merged."""
+    """Returns the model of a name or directory, with the adapter merged."""
     import torch
 
     name, adapter = str(model), options.get("adapter")
@@ -155,8 +140,9 @@ def _named(
         trust_remote_code=options.get("trust_remote_code") is True,
         progress=options.get("progress", True),
     )
+    products = options.get("products", "auto")
     if adapter is None:
-        return wrap_live(live, tokenizer, name, note)
+        return wrap_live(live, tokenizer, name, note, products)
     if packed_modules(live):
         raise ModelError(f"{model}: an adapter is merged into dense weights, and these are packed; give a dense model")
     from cacheprobe.models.hf.adapters import adapter_directory, merge_adapter
@@ -165,13 +151,13 @@ def _named(
     live = live.to(own_dtype)
     if isinstance(device_map, Mapping):
         live = live.to(device_map[""])
-    wrapped = wrap_live(live, tokenizer, name, "; ".join(filter(None, (note, merged))))
+    wrapped = wrap_live(live, tokenizer, name, "; ".join(filter(None, (note, merged))), products)
     wrapped.adapter = str(adapter)
     return wrapped
 
 
 def _live(model: LiveModule, tokenizer: LiveTokenizer, options: LoadOptions) -> CachedLM:
-    """Returns a CachedLM, unchecked, around a live model of transformers, TransformerLens or cacheprobe."""
+    """Returns a CachedLM around a live model of transformers, TransformerLens or cacheprobe."""
     kind = type(model).__name__
     if options.get("device") is not None or options.get("device_map") is not None:
         raise ModelError(f"a live {kind} stays where it is; move it with .to(device) first, or give its name")
@@ -189,106 +175,73 @@ def _live(model: LiveModule, tokenizer: LiveTokenizer, options: LoadOptions) -> 
         return ThinkingLM(model, tokenizer, name)
     _refuse_thoughts(options, f"a live {kind}")
     if kind == "TransformerBridge":
-        model.eval()
-        from cacheprobe.models.hf.bridge import BridgeLM, tokenizer_of_owner
+        from cacheprobe.models.hf.bridge import tokenizer_of_owner
+        from cacheprobe.models.hf.shared import remember_bridge, require_dense
 
-        refuse_unknown_memory(model.original_model.config, type(model.original_model).__name__)
-        return BridgeLM(model, name, tokenizer=tokenizer_of_owner(model) if tokenizer is None else tokenizer)
+        require_dense(model.original_model, name)
+        remember_bridge(model.original_model, model)
+        model, tokenizer = model.original_model, tokenizer_of_owner(model) if tokenizer is None else tokenizer
     if not (hasattr(model, "config") and hasattr(model, "forward")):
         raise ModelError(f"cannot load a {kind}; give a name, a directory, a transformers model or a bridge")
-    refuse_unknown_memory(model.config, kind)
-    return wrap_live(model, tokenizer, name)
+    refuse_unknown_memory(model.config, type(model).__name__)
+    return wrap_live(model, tokenizer, name, "", options.get("products", "auto"))
 
 
-def wrap_live(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str = "") -> "BridgeLM | PlainLM":
-    """Returns a BridgeLM around a live transformers model if TransformerLens has an adapter for it; otherwise a
-    PlainLM, whose `why` is the reason. Both are unchecked.
+def wrap_live(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str, products: str) -> "BridgeLM | PlainLM":
+    """Returns a checked PlainLM around a live transformers model, with the operations that `products` of `load_model`
+    says; if it refuses the model, such as one whose modules are not those of its class, a checked BridgeLM.
 
-    Raises: ModelError with both reasons if neither is possible; for a model inside a bridge made elsewhere; for packed
-    weights that cannot be run.
+    Raises: ModelError with both reasons if neither runs the model; if kernels are required and cannot be used; for
+    packed weights that cannot be run.
     """
+    from cacheprobe.models.checks import check_model
+    from cacheprobe.models.hf.shared import bridge_around, require_no_other_bridge, sharing_copy
+    from cacheprobe.models.plain.bridged import bridge_of
+    from cacheprobe.models.plain.lm import PlainLM
+    from cacheprobe.models.weights import arrange_weights
+
+    require_no_other_bridge(live, name)
     text = require_usable(live, name)
     note = note if text in note else "; ".join(filter(None, (note, text)))
-    if packed_modules(live):
-        return _plain(live, tokenizer, name, note, _PACKED)
     try:
-        from cacheprobe.models.hf.bridge import BridgeLM
-    except ImportError:
-        return _plain(live, tokenizer, name, note, "transformer-lens is not installed")
-    is_inside = any(type(module).__module__.startswith("transformer_lens") for module in live.modules())
-    if not is_inside and has_recurrent_layers(live.config):
-        return _plain(live, tokenizer, name, note, _RECURRENT)
-    if not is_inside and (why := WITHOUT_BRIDGE.get(str(live.config.model_type))) is not None:
-        return _plain(live, tokenizer, name, note, why)
-    try:
-        return BridgeLM.wrap(live, tokenizer, name, note)
-    except ModelError as no_bridge:
-        if is_inside:
-            raise
-        has_none = "Unsupported architecture" in str(no_bridge)
-        return _plain(live, tokenizer, name, note, NO_ADAPTER if has_none else str(no_bridge))
-
-
-def check_or_replace(wrapped: "BridgeLM | PlainLM") -> "BridgeLM | PlainLM":
-    """Checks a wrapped model, and returns it. If a BridgeLM fails the check, returns a checked PlainLM of the same
-    weights instead. Raises: ModelError if that fails too."""
-    from cacheprobe.models.checks import check_model
-
-    wrapped.n_ctx = min(wrapped.n_ctx, longrope_length(text_config(wrapped.config)) or wrapped.n_ctx)
-    try:
-        check_model(wrapped)
-        return wrapped
-    except ModelError as wrong:
-        if not hasattr(wrapped, "bridge"):
-            raise
-        plain = _plain(wrapped.live, wrapped.tokenizer, wrapped.name, wrapped.weights_note, str(wrong))
-        try:
-            check_model(plain)
-        except ModelError as refusal:
-            raise ModelError(f"{wrong}; nor without the bridge: {refusal}") from wrong
-        plain.adapter = wrapped.adapter
+        plain = PlainLM(live, tokenizer, name, note)
+        faster = _operations(plain, products)
+        arrange_weights(live, by_output=faster is not None)
+        plain.use_operations(faster)
+        check_model(plain)
         return plain
-
-
-def _plain(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str, why: str) -> "PlainLM":
-    from cacheprobe.models.plain.lm import PlainLM
-
-    try:
-        return PlainLM(live, tokenizer, name, note, why)
     except ModelError as refusal:
-        raise ModelError(f"{refusal}; nor with a bridge: {why}") from refusal
+        if products == "kernels" or packed_modules(live):
+            raise
+        try:
+            if bridge_around(live) is None:
+                check_model(bridge_of(sharing_copy(live), tokenizer, name, note))  # what is refused stays unwrapped
+            bridged = bridge_of(live, tokenizer, name, note)
+            bridged.operations = _operations(bridged, products)
+            check_model(bridged)
+        except ModelError as no_bridge:
+            raise ModelError(f"{refusal}; nor with a bridge: {no_bridge}") from refusal
+        return bridged
 
 
-def _with_operations(model: "BridgeLM | PlainLM", products: str) -> "BridgeLM | PlainLM":
-    """Returns a checked model with the operations that `products` of `load_model` says. Raises: ModelError if kernels
-    are required and cannot be used."""
-    from cacheprobe.models.experts import use_invariant_experts
-    from cacheprobe.models.weights import arrange_weights
+def _operations(model: "BridgeLM | PlainLM", products: str) -> "CompiledOperations | KernelSet | None":
+    """Returns the operations with which a model computes, as `products` of `load_model` says; None for torch's. Raises:
+    ModelError if kernels are required and cannot be used."""
     from cacheprobe.ops.compiled.operations import choose
     from cacheprobe.ops.kernel_set import choose_kernels
 
-    is_bridge, is_on_gpu = hasattr(model, "bridge"), model.device.type == "cuda"
-    if not is_bridge:
-        if products == "kernels":
-            raise ModelError(f'{model.name} runs without a bridge, so torch computes it; use products="auto"')
-        faster = choose(model.dtype, model.device).operations if model.mixtures and products == "auto" else None
-        if faster is not None and not is_on_gpu:
-            model.mixtures = use_invariant_experts(cast("PlainLM", model).model, faster.product)
-        return model
     is_on_one = len({parameter.device for parameter in model.live.parameters()}) == 1
+    is_dense = not packed_modules(model.live)
     if products == "kernels":
-        chosen = choose_kernels(model.dtype, model.device)
-        if chosen.kernels is None or not is_on_one:
-            reason = chosen.reason if is_on_one else "the model is on several devices"
+        kernels, reason = choose_kernels(model.dtype, model.device)
+        reason = reason if is_on_one else "the model is on several devices"
+        reason = reason if is_dense else "its weights are packed"
+        if kernels is None or not (is_on_one and is_dense):
             raise ModelError(f'{model.name} cannot run in Triton kernels: {reason}; use products="auto"')
-        model.operations = chosen.kernels
-    elif products == "auto" and is_on_one:
-        by_kernels, by_loops = choose_kernels, choose
-        made = by_kernels(model.dtype, model.device) if is_on_gpu else by_loops(model.dtype, model.device)
-        model.operations = made[0]
-    arrange_weights(model.live, by_output=model.operations is not None)
-    model.mixtures = use_invariant_experts(model.live, None if model.operations is None else model.operations.product)
-    return model
+        return kernels
+    if products == "torch" or not (is_on_one and is_dense):
+        return None
+    return (choose_kernels if model.device.type == "cuda" else choose)(model.dtype, model.device)[0]
 
 
 def model_of_run(

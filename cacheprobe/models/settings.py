@@ -227,6 +227,7 @@ _in_step: set[int] = set()
 def live_model(model: object) -> LiveModule:
     """Returns the module that owns a model's weights: the transformers model of a model around one, the ThinkingModel
     of a ThinkingLM. A plain module is returned unchanged."""
+    model = getattr(model, "plain", None) or model  # a bridge is around a copy that shares the weights
     return getattr(model, "live", model)
 
 

@@ -14,8 +14,15 @@ from torch import Tensor, nn
 from cacheprobe.core.config import DTYPES
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.hf.shared import plain_path
 from cacheprobe.models.quantised.packed import dense_weight, packed_modules
+
+WRAPPED = "_original_component"
+"""The name under which a component of a TransformerBridge keeps the module that it replaced."""
+
+
+def plain_path(name: str) -> str:
+    """Returns the dotted name of a module without the parts "_original_component" that a bridge's wrappers add."""
+    return ".".join(part for part in name.split(".") if part != WRAPPED)
 
 
 def head_weights(module: LiveModule, heads: int) -> Tensor:
@@ -40,10 +47,11 @@ def arrange_weights(model: nn.Module, by_output: bool) -> None:
     output lie side by side, as the compiled loops and the kernels read them; otherwise those of each input do, as
     torch does by itself. Shapes and values stay, and so does the memory that other parameters of `model` share with
     these weights, such as a bridge's query, key and value projections. Torch's products may round otherwise then."""
+    weights = [module.get_parameter("weight") for module in model.modules() if is_conv(module)]
     sharing: dict[int, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in model.parameters() if weights else ():  # packed ones have no memory of their own
         sharing.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-    for weight in [module.get_parameter("weight") for module in model.modules() if is_conv(module)]:
+    for weight in weights:
         if weight.is_contiguous() != by_output:
             continue
         moved = weight.data.T.contiguous().T if by_output else weight.data.contiguous()

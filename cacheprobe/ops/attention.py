@@ -252,20 +252,54 @@ def _attend_by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Returns attention outputs [b, g, r * t, d] of queries of r = h / g heads for each key head. Scores are limited to
-    +-softcap, and the softmax includes one more score for each head: sinks [h]. Source: Gemma 2 (arXiv 2408.00118);
-    gpt-oss (arXiv 2508.10925)."""
+    """Returns attention outputs [b, g, r * t, d] of queries of r = h / g heads for each key head."""
+    return _weights(q, keys, attn_mask, scale, softcap, sinks) @ values
+
+
+def attention_pattern(
+    q: Tensor,
+    cached: KeysAndValues,
+    mask: Tensor,
+    spans: AttentionSpans | None,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Returns the weights [b, h, t, s] with which queries [b, h, t, d] attend to the cache slots, 0 beyond a token's
+    span. Each token is computed by itself, so that its bits depend on no other. Arguments: as in `attend_by_request`;
+    spans: None for all slots of the mask.
+
+    Twin: transformers' eager attention, close(1e-5) in float32.
+    """
+    batch, heads, width, _ = q.shape
+    whole = (SlotSpan(mask.shape[-1], 0, width, 0),)
+    pattern = q.new_zeros(batch, heads, width, mask.shape[-1])
+    for row, pieces in enumerate([whole] * batch if spans is None else spans.pieces):
+        for piece in pieces:
+            keys = cached(row, piece.span)[0]
+            keys = keys.repeat_interleave(heads // keys.shape[1], 1)
+            for t in range(piece.first, min(piece.end, width)):
+                own_mask = mask[row : row + 1, :, t : t + 1, : piece.span]
+                own = _weights(q[row : row + 1, :, t : t + 1].clone(), keys, own_mask, scale, softcap, sinks)
+                pattern[row, :, t, : piece.span] = own[0, :, 0]
+    return pattern
+
+
+def _weights(
+    q: Tensor, keys: Tensor, mask: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Returns attention weights [b, g, r * t, s]. Scores are limited to +-softcap, and the softmax includes one more
+    score for each head: sinks [h]. Source: Gemma 2 (arXiv 2408.00118); gpt-oss (arXiv 2508.10925)."""
     scores = (q @ keys.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
-    scores = scores + attn_mask
+    scores = scores + mask
     if sinks is not None:
         groups, rows = scores.shape[1:3]
         repeats = len(sinks) // groups
         added = sinks.to(scores.dtype).view(1, groups, repeats, 1).expand(len(scores), -1, -1, rows // repeats)
         scores = torch.cat((scores, added.reshape(len(scores), groups, rows, 1)), -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-    return weights[..., : keys.shape[2]] @ values
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : keys.shape[2]]
 
 
 def _aligned(part: Tensor) -> Tensor:

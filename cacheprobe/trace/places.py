@@ -128,8 +128,8 @@ def recorded_by(directory: Path) -> str:
 
 
 def clean_finished(directory: Path) -> bool:
-    """Deletes the parts of a run whose manifest is in the directory, if the process that finished it was killed before
-    it deleted them. Returns whether the directory holds such a run."""
+    """Deletes the journal and the part files of a finished run, whose manifest.json is in the directory: they stay
+    there if the process was killed just before it deleted them. Returns whether it was so."""
     journal = read_journal(directory)
     if journal is None or _manifest_in(directory).get("run_id") != journal.run_id:
         return False

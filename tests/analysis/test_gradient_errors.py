@@ -135,11 +135,11 @@ def test_rows_without_a_gradient_are_refused() -> None:
         found.of_request("S", 2, 0)
 
 
-def test_models_without_a_bridge_are_refused() -> None:
+def test_models_with_thoughts_are_refused() -> None:
     lm = ThinkingLM(tiny(thinks=False))
-    with pytest.raises(ModelError, match="no TransformerBridge, so no gradient is taken"):
+    with pytest.raises(ModelError, match="is no transformers model, so no gradient is taken"):
         cp.gradients(lm, PROMPT, METRIC, progress=False)
-    with pytest.raises(ModelError, match="no TransformerBridge, so no gradient is taken"):
+    with pytest.raises(ModelError, match="is no transformers model, so no gradient is taken"):
         cp.patching.attribution(lm, PROMPT, [5, 17, 4, 44])
 
 

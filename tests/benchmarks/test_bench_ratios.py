@@ -16,7 +16,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.engine.estimates.run import Bounds
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.compiled import operations as choice
 from cacheprobe.trace.recording.disk_writer import DiskWriter
 from cacheprobe.trace.trace import Trace
@@ -143,8 +143,8 @@ def of_large_trace(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, f
 def of_lens(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The reading over the fastest product: of the ways, the one that asks for the unembedding is slower."""
     monkeypatch.setattr(choice, "choose", lambda *of: choice.LoopChoice(None, "a test"))
-    unembedding, read = BridgeLM.unembedding.fget, lens._read
-    monkeypatch.setattr(BridgeLM, "unembedding", property(clock.costing(unembedding, 3)))
+    unembedding, read = PlainLM.unembedding.fget, lens._read
+    monkeypatch.setattr(PlainLM, "unembedding", property(clock.costing(unembedding, 3)))
     clock.plant(lens, "linear", 2)
 
     def reading(*args: Any) -> Any:

@@ -80,7 +80,7 @@ class Restless:
         return [[(state.token_ids[-1] + 1) % VOCAB] for state in states]
 
 
-@pytest.mark.parametrize("path", ["fast", "bridge"])
+@pytest.mark.parametrize("path", ["plain", "bridge"])
 def test_a_drafter_s_own_forwards_are_not_recorded(path: str) -> None:
     heads = ATTENTION_SITES if path == "bridge" else ("q", "k", "v", "z")
     capture = CaptureConfig(sites="STC", heads=heads)

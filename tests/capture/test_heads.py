@@ -10,10 +10,12 @@ import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine.plan import make_plan
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast.lm import FastLM
+from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain import watch
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.trace.recording.recorder import Recorder
+from tests.field.tiny_family import tiny_family
 from tests.tiny import PROMPTS, QUICK_FAMILIES, SMALL, hf_model, loaded
 from tests.twins.heads_slowly import heads_slowly
 
@@ -35,11 +37,10 @@ def drafted(path: str = "auto", heads: tuple[str, ...] = EVERY) -> cp.Trace:
     return cp.run(loaded(), PROMPTS, **SMALL, capture=captured(heads, "S"), path=path, drafter=EARLY, deterministic=[0])
 
 
-@pytest.mark.parametrize("path", ["fast", "bridge"])
+@pytest.mark.parametrize("path", ["plain", "bridge"])
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_heads_equal_hugging_faces(family: str, path: str) -> None:
-    heads = VECTORS if path == "fast" else EVERY
-    trace = cp.run(loaded(family), PROMPTS[:2], **FEW, capture=captured(heads), path=path, drafter=EARLY)
+    trace = cp.run(loaded(family), PROMPTS[:2], **FEW, capture=captured(EVERY), path=path, drafter=EARLY)
     assert trace.fingerprint["path"] == path and trace.num_rolled_back > 0
     plain = hf_model(family)
     for i, prompt in enumerate(PROMPTS[:2]):
@@ -49,8 +50,7 @@ def test_heads_equal_hugging_faces(family: str, path: str) -> None:
                 ours = trace.heads(site, layer, i)
                 assert ours.shape == there[site, layer].shape
                 assert close(ours, there[site, layer], 1e-5, because=SUMS), (site, layer)
-            if path == "bridge":
-                assert close(trace.pattern(layer, i), there["pattern", layer], 1e-5, because=SUMS), layer
+            assert close(trace.pattern(layer, i), there["pattern", layer], 1e-5, because=SUMS), layer
     assert not close(trace.heads("q", 1, 1), there["z", 1], 1e-1, because="the control: sites differ")
 
 
@@ -83,23 +83,22 @@ def test_a_sliding_window_hides_what_has_left_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "heads", "dtype"),
-    [("fast", VECTORS, torch.bfloat16), ("fast", VECTORS, torch.float32), ("auto", EVERY, torch.bfloat16)],
-    ids=["fast bfloat16", "fast float32", "bridge bfloat16"],
+    ("path", "dtype"), [("plain", torch.bfloat16), ("plain", torch.float32), ("bridge", torch.bfloat16)], ids=str
 )
-def test_a_deterministic_request_has_the_oracles_heads(path: str, heads: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_a_deterministic_request_has_the_oracles_heads(path: str, dtype: torch.dtype) -> None:
     """D1 and D2 hold for what heads held: under traffic and a drafter, with requests that come late, bit for bit."""
-    settings = dict(**FEW, capture=captured(heads, "STC"), path=path)
+    settings = dict(**FEW, capture=captured(EVERY, "STC"), path=path)
     model = loaded("llama", dtype)
     late = [cp.Request(PROMPTS[1], arrival_step=5), cp.Request(PROMPTS[4], is_deterministic=True, arrival_step=3)]
     trace = cp.run(model, [PROMPTS[0], *late, PROMPTS[2]], **settings, deterministic=[0], drafter=cp.drafters.NGram())
     oracle = cp.reference(model, [PROMPTS[0], PROMPTS[4]], **settings)
     for ours, theirs in ((0, 0), (2, 1)):
         assert trace.digest(ours) == oracle.digest(theirs)
-        for site in set(heads) - {"pattern"}:
+        for site in VECTORS:
             assert bitwise(trace.heads(site, 1, ours), oracle.heads(site, 1, theirs))
+        assert bitwise(trace.pattern(1, ours), oracle.pattern(1, theirs))
     replayed = cp.verify(trace, progress=False)
-    assert replayed.is_equal and replayed.num_states == (12 + 14) * 3 * (3 + len(heads))
+    assert replayed.is_equal and replayed.num_states == (12 + 14) * 3 * (3 + len(EVERY))
 
 
 def test_verify_sees_a_changed_pattern() -> None:
@@ -159,49 +158,51 @@ def test_nothing_is_kept_where_nothing_was_asked_for() -> None:
     assert {site for site, _ in recorder.wanted()} == {"pre", "S", "T", "C"}
     plain = cp.run(model, PROMPTS[:1], **SMALL)
     heard = cp.run(model, PROMPTS[:1], **SMALL, capture=captured(VECTORS, "STCZ"))
-    assert plain.fingerprint == heard.fingerprint and plain.fingerprint["path"] == "fast"
+    assert plain.fingerprint == heard.fingerprint and plain.fingerprint["path"] == "plain"
     assert plain.store.heads == () and bitwise(plain.states("S", 2, 0), heard.states("S", 2, 0))
     pairs = [("S", 1), *((site, layer) for layer in range(3) for site in VECTORS)]
-    fast = choose_path(model, "fast")[0]
-    before = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fast.model.modules())
-    with fast.capturing(pairs, lambda *heard: None):
+    before = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.model.modules())
+    with model.capturing(pairs, lambda *heard: None):
         pass
-    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fast.model.modules()) == before
-    assert make_plan(model, PROMPTS[:1], vars(config)).path_reason.startswith("fast")
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.model.modules()) == before
+    assert make_plan(model, PROMPTS[:1], vars(config)).path_reason.startswith("plain")
 
 
-def test_the_path_falls_back_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    cp.run(loaded(), PROMPTS[:1], **{**SMALL, "progress": True}, capture=captured(("pattern",)))
-    assert "path: bridge: attention patterns are asked for, and only the bridge" in capsys.readouterr().out
-    assert drafted().fingerprint["path"] == "bridge" and drafted().meta["path_reason"].startswith("bridge: attention")
-    with pytest.raises(ModelError, match="cannot run on its fast forward: attention patterns are asked for"):
-        cp.run(loaded(), PROMPTS[:1], **SMALL, capture=captured(("pattern",)), path="fast")
-    with pytest.raises(ModelError, match="only the bridge has a hook on attention patterns"):
-        cp.run(choose_path(loaded(), "fast")[0], PROMPTS[:1], **SMALL, capture=captured(("pattern",)))
+def test_a_pattern_depends_on_no_other_request() -> None:
+    """Nor does listening to it change the bits of the rest; in a run of one request, or of five."""
+    settings = dict(**FEW, capture=captured(("pattern",), "ST"), deterministic=True)
+    alone, among = cp.run(loaded(), PROMPTS[:1], **settings), cp.run(loaded(), PROMPTS, **settings)
+    assert bitwise(alone.pattern(2, 0), among.pattern(2, 0))
+    unheard = cp.run(loaded(), PROMPTS[:1], **FEW, capture="ST", deterministic=True)
+    assert bitwise(unheard.states("S", 2, 0), alone.states("S", 2, 0))
 
 
-def test_a_twin_whose_heads_differ_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_attends_twice_has_no_pattern() -> None:
+    with pytest.raises(ModelError, match="attends more than once, so no single pattern is there"):
+        cp.run(cp.load_model(tiny_family("diffllama")), PROMPTS[:1], **SMALL, capture=captured(("pattern",)))
+
+
+def test_heads_of_a_joint_projection_are_found_by_their_values() -> None:
+    """GPT-2 has all queries first, GPT-NeoX those of each head."""
+    assert {family: loaded(family).joints[1].groups for family in ("gpt2", "gpt-neox")} == {"gpt2": 1, "gpt-neox": 4}
+    assert not loaded().joints and all(choose_path(loaded(f), heads=VECTORS)[0] is loaded(f) for f in ("gpt2", "llama"))
+
+
+@pytest.mark.parametrize("changed", [lambda k, v: (k, v.flip(1)), lambda k, v: (2 * k, v)], ids=["values", "keys"])
+def test_a_joint_projection_with_other_values_is_left_to_the_bridge(changed, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = watch._WritingProbe.update
+    monkeypatch.setattr(watch._WritingProbe, "update", lambda self, k, v, *more: real(self, *changed(k, v), *more))
     model = cp.load_model(hf_model("gpt2"))
-    assert isinstance(choose_path(model, heads=VECTORS)[0], FastLM)
-    choose_path(model)[0]
-    model.fast_trial.heads.clear()
-    monkeypatch.setattr(
-        "cacheprobe.models.fast.lm._third",
-        lambda shape, dim, number, value: value.unflatten(-1, shape).select(dim, 0),
-    )
     chosen, reason = choose_path(model, heads=("k",))
-    assert chosen is model and reason.startswith("bridge: k of layer 0 of the plain model is")
-    model.fast_trial.heads.clear()
-    monkeypatch.setattr("cacheprobe.models.fast.lm._PARTS", ("k", "v"))
-    assert "holds q, k and v in an order" in choose_path(model, heads=("k",))[1]
-    assert isinstance(choose_path(model)[0], FastLM)  # for all else it serves
+    assert isinstance(chosen, BridgeLM) and "has no module for blocks.0.attn.hook_k" in reason
+    assert choose_path(model)[0] is model  # for all else it serves
 
 
 def test_what_cannot_be_had_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown site of heads 'w'; choose one of q, k, v, z, pattern"):
         captured("w")
     assert captured("z").heads == ("z",) and captured(("z", "q")).heads == ("q", "z")
-    trace = drafted("fast", ("z",))
+    trace = drafted("plain", ("z",))
     with pytest.raises(ValueError, match=r"site q was not captured; this run kept S, z; run it with .*heads=\('q',\)"):
         trace.heads("q", 0, 0)
     with pytest.raises(ValueError, match="site pattern was not captured"):

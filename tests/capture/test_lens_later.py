@@ -192,7 +192,7 @@ def test_other_settings_are_named(later: cp.Trace) -> None:
 
 
 def test_the_same_settings_are_not_warned_of(later: cp.Trace, tmp_path: Path) -> None:
-    """Loaded with the bridge of the model, whose fast forward ran."""
+    """Loaded with the same model."""
     trace = cp.load_trace(later.save(tmp_path / "run"), loaded())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

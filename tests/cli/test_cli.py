@@ -47,7 +47,7 @@ def test_any_task_can_be_run_and_stored(model_directory: Path, tmp_path: Path) -
     expected = cp.tasks.Variables(updates=1, question_first=True).examples(2)
     trace = cp.load_trace(tmp_path / "run")
     assert [request.example for request in trace.requests] == expected
-    assert trace.store.heads == ("z", "pattern") and "path: bridge: attention patterns are asked for" in done.stdout
+    assert trace.store.heads == ("z", "pattern") and "path: plain: no hook is set" in done.stdout
 
 
 def test_a_dry_run_prints_the_estimate_and_saves_nothing(

@@ -17,7 +17,7 @@ import cacheprobe as cp
 from cacheprobe.cli.app import main
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.engine import sizes
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from tests.tiny import SMALL, loaded
 
 P = "[[1, 2, 3]]"
@@ -178,15 +178,15 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> int:
     def computes(*args: object, **named: object) -> None:
         raise SystemError("the model computed something")
 
-    def make(self: BridgeLM, rows: int, capacity: int):
+    def make(self: PlainLM, rows: int, capacity: int):
         assert rows * capacity == 1, "a cache was made before it was known to fit"
         return right(self, rows, capacity)
 
-    right = BridgeLM.new_cache
+    right = PlainLM.new_cache
     loaded().layer_shapes  # noqa: B018  known from one short forward, which comes before
     monkeypatch.setattr(sizes, "available_bytes", lambda device=None: 4 << 30)
-    monkeypatch.setattr(BridgeLM, "new_cache", make)
-    monkeypatch.setattr(BridgeLM, "forward", computes)
+    monkeypatch.setattr(PlainLM, "new_cache", make)
+    monkeypatch.setattr(PlainLM, "forward", computes)
     return 4 << 30
 
 
@@ -205,7 +205,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> int:
 )
 @pytest.mark.parametrize("door", ["run", "stream"])
 def test_a_size_that_cannot_fit_is_refused_with_its_bytes(door: str, settings, parts, small_machine: int) -> None:
-    asked = {**SMALL, "capture": "STCZ", "path": "bridge", **settings}
+    asked = {**SMALL, "capture": "STCZ", "path": "plain", **settings}
     if door == "stream":
         del asked["progress"]
     with pytest.raises(
@@ -221,7 +221,7 @@ def test_the_largest_value_that_is_named_fits_and_the_next_does_not(name: str, s
         sampling = cp.SamplingParams(n=value if name == "n" else 1)
         try:
             cp.run(
-                loaded(), [[1]], **{**SMALL, **({} if name == "n" else {name: value})}, sampling=sampling, path="bridge"
+                loaded(), [[1]], **{**SMALL, **({} if name == "n" else {name: value})}, sampling=sampling, path="plain"
             )
         except ValueError as error:
             return str(error)

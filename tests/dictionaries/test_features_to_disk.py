@@ -12,7 +12,6 @@ import torch
 import cacheprobe as cp
 from cacheprobe.trace.journal import read_journal
 from cacheprobe.trace.manifest import JOURNAL
-from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.stored import growing_run
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.command import cacheprobe

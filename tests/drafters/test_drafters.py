@@ -19,7 +19,7 @@ from cacheprobe.engine.drafters import DraftHead, DraftModel, EarlyExit, NGram, 
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import unembedding_sha256
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.sampling import choose_token
 from tests.by_hand import generated
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
@@ -47,13 +47,13 @@ class Context:
 
 
 @cache
-def near() -> BridgeLM:
+def near() -> PlainLM:
     """A model of the main one's shape, a little off: right often, and not always."""
     return perturbed(loaded(), 0.01)
 
 
 @cache
-def same() -> BridgeLM:
+def same() -> PlainLM:
     """The main model's weights once more."""
     return cp.load_model(hf_model())
 
@@ -270,7 +270,7 @@ def test_a_second_model_is_silent_past_its_own_context() -> None:
     assert [len(proposal) for proposal in drafter.extend(Context(), states)] == [2, 1, 0, 4]
 
 
-def with_tokenizer(model: BridgeLM, encode) -> BridgeLM:
+def with_tokenizer(model: PlainLM, encode) -> PlainLM:
     model = copy.copy(model)
     model.tokenizer, model.encode = object(), lambda text, add_special_tokens: encode(text)
     return model

@@ -79,7 +79,7 @@ def test_it_is_tried_once_and_only_where_something_is_verified(monkeypatch: pyte
 @pytest.mark.parametrize("width", [0, 4, 16])
 def test_a_narrow_pass_with_other_bits_is_not_run(width: int) -> None:
     """Only widths in which every token has the bits of a whole window are used."""
-    fast = choose_path(cp.load_model(hf_model()), "fast")[0]
+    fast = choose_path(cp.load_model(hf_model()), "plain")[0]
     config = EngineConfig(window=16, group=2, capacity=64)
     equal = () if width == 16 else tuple(one for one in (2, 4, 8) if one != width)
     assert narrow_widths(WithFault(fast, width=width), config) == (equal if fast.operations else ())
@@ -89,5 +89,5 @@ def test_no_narrow_pass_runs_where_bits_depend_on_the_shape_or_on_interventions(
     config = EngineConfig(window=16, group=2, capacity=64)
     assert narrow_widths(rounding_by_shape(), config) == ()
     assert narrow_widths(cp.load_model(hf_model()), config) == ()  # the bridge attends over the whole batch at once
-    fast = choose_path(cp.load_model(hf_model()), "fast")[0]
+    fast = choose_path(cp.load_model(hf_model()), "plain")[0]
     assert narrow_widths(fast, config, Hooked(edited=(("S", 0),))) == ()

@@ -9,8 +9,8 @@ import cacheprobe as cp
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.engine import committer
 from cacheprobe.engine.passes import EngineError
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.trace.recording.kept_states import KeptStates, PassStates
 from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.self_checks import CaptureError
@@ -24,11 +24,11 @@ BAD = 96
 """A token that the model below cannot digest."""
 
 
-def indigestible() -> FastLM:
+def indigestible() -> PlainLM:
     """A tiny model whose embedding of token BAD is NaN: its keys and values are NaN too, wherever it is fed."""
     model = cp.load_model(hf_model())
-    fast = choose_path(model, "fast")[0]
-    assert isinstance(fast, FastLM)
+    fast = choose_path(model, "plain")[0]
+    assert isinstance(fast, PlainLM)
     with torch.no_grad():
         model.bridge.original_model.get_input_embeddings().weight[BAD] = torch.nan
     return fast

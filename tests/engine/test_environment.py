@@ -13,8 +13,8 @@ from cacheprobe.engine.fingerprint import FingerprintMismatch, require_same
 from cacheprobe.models import settings
 from cacheprobe.models import weights as facts
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.settings import numeric_settings, require_one_flush_mode
 from cacheprobe.models.weights import checksum_of
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
@@ -63,7 +63,7 @@ class DefaultDtype(AbstractContextManager):
         torch.set_default_dtype(torch.float32)
 
 
-def fresh(family: str = "llama", dtype: torch.dtype = torch.float32) -> BridgeLM:
+def fresh(family: str = "llama", dtype: torch.dtype = torch.float32) -> PlainLM:
     return cp.load_model(hf_model(family, dtype))
 
 
@@ -122,7 +122,7 @@ def test_denormal_numbers_are_flushed_by_all_threads_or_by_none(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("outside", "path"), [*zip(OUTSIDE, ("bridge", "fast", "bridge", "fast", "fast"), strict=True)]
+    ("outside", "path"), [*zip(OUTSIDE, ("bridge", "plain", "bridge", "plain", "plain"), strict=True)]
 )
 def test_what_stands_around_a_run_makes_no_difference(outside: str, path: str) -> None:
     """Under autocast a float32 model gave bfloat16 states, under one fingerprint."""
@@ -164,7 +164,7 @@ def test_a_stream_leaves_settings_alone_between_its_pieces() -> None:
     assert digests(model)[0] == want.digest(0)
 
 
-@pytest.mark.parametrize("path", ["fast", "bridge"])
+@pytest.mark.parametrize("path", ["plain", "bridge"])
 def test_a_model_in_train_mode_runs_in_eval_mode_and_gets_its_mode_back(path: str) -> None:
     """GPT-2's dropout was active on the bridge: deterministic runs differed every time, under one fingerprint."""
     model = fresh("gpt2")
@@ -182,18 +182,16 @@ def test_a_model_in_train_mode_runs_in_eval_mode_and_gets_its_mode_back(path: st
 
 
 def test_an_edit_through_data_is_another_model() -> None:
-    """`param.data.mul_` changes neither address nor edit count: hash and trial of the twin were those of before."""
+    """`param.data.mul_` changes neither address nor edit count: the hash was that of before."""
     model = fresh(dtype=torch.bfloat16)
     trace = cp.run(model, PROMPTS[:2], **LIGHT)
-    first, trial = model.weights_sha256, model.fast_trial
+    first = model.weights_sha256
     weight = model.bridge.blocks[1].mlp.out.original_component.weight
     held = weight.data.clone()
     weight.data.mul_(1.01)
     assert model.weights_sha256 != first
     with pytest.raises(FingerprintMismatch, match="weights_sha256"):
         cp.verify(trace, model, progress=False)
-    choose_path(model)
-    assert model.fast_trial is not trial and model.fast_trial.state != trial.state
     weight.data.copy_(held)
     assert model.weights_sha256 == first
     assert cp.verify(trace, model, progress=False).is_equal
@@ -202,10 +200,11 @@ def test_an_edit_through_data_is_another_model() -> None:
 def test_an_edit_through_data_of_a_copy_that_the_bridge_keeps() -> None:
     """GPT-NeoX's joint projection is split into copies: far less was edited than the comparison would notice."""
     model = fresh("gpt-neox")
-    assert choose_path(model)[1].startswith("fast")
+    assert choose_path(model)[1].startswith("plain")
     model.bridge.blocks[0].attn.q.weight.data.mul_(1 + 1e-6)
     chosen, reason = choose_path(model)
-    assert chosen is model and "weights were edited, and the bridge keeps copies" in reason
+    assert chosen is model.bridged() and "weights of the bridge were edited" in reason
+    assert chosen.weights_sha256 != model.weights_sha256
 
 
 @pytest.mark.parametrize("numbers", [7, 10_001])
@@ -265,7 +264,7 @@ def test_a_setting_that_changes_between_two_pieces_ends_the_stream() -> None:
     assert digests(loaded())
 
 
-def interrupted(model: BridgeLM, error: BaseException, after: int) -> None:
+def interrupted(model: PlainLM, error: BaseException, after: int) -> None:
     """A run whose bridge has a hook that raises in one of its passes."""
     calls = 0
 

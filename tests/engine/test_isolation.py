@@ -262,9 +262,9 @@ def test_a_task_that_cannot_tell_its_answers_loses_that_measure_alone(answers, m
     monkeypatch.setattr(type(model), "encode", lambda self, text, **options: tuple(ord(c) % VOCAB for c in text))
     example = OwnExample(CoinFlip().example(0, 0).question, answers_fail=answers)
     prompts = [PROMPTS[0], example, PROMPTS[2]]
-    want = cp.run(model, [PROMPTS[0], [ord(c) % VOCAB for c in "ab"], PROMPTS[2]], **RUN, path="bridge")
+    want = cp.run(model, [PROMPTS[0], [ord(c) % VOCAB for c in "ab"], PROMPTS[2]], **RUN, path="plain")
     with pytest.warns(RuntimeWarning) if message else monkeypatch.context():
-        trace = cp.run(model, prompts, **RUN, path="bridge")
+        trace = cp.run(model, prompts, **RUN, path="plain")
     assert [trace.committed(i) for i in range(3)] == [want.committed(i) for i in range(3)]
     assert list(trace.missing) == (["answers of request 1"] if message else [])
     if message:

@@ -9,7 +9,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.engine import shapes
 from cacheprobe.engine.checker import RecomputeChecker
-from cacheprobe.models.fast.lm import FastLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.thinking.lm import ThinkingLM
 from cacheprobe.ops.compiled import operations as choice
 from cacheprobe.trace.recording import lens_reader
@@ -66,7 +66,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *guards: str) -> None:
     if "check while it runs" in guards:
         monkeypatch.setattr(RecomputeChecker, "_add_duplicate", lambda *asked: None)
     if "attention by request" in guards:
-        monkeypatch.setattr(FastLM, "attends_by_request", False)
+        monkeypatch.setattr(PlainLM, "attends_by_request", False)
 
 
 def later(fault: Planted, window: int, num_new: int, family: str = "qwen3"):

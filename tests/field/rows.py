@@ -9,7 +9,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.loaders import load_model
-from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.files import refuse_unknown_memory
 from cacheprobe.models.plain.lm import PlainLM
 from tests.field.columns import COLUMNS, TinySubject
@@ -29,8 +28,6 @@ class Row:
     class_name: str
     cells: dict[str, bool] = field(default_factory=dict)
     """Column -> whether the family passes; a column after a refusal is absent."""
-    path: str = ""
-    """Forward that an automatic run takes: fast, bridge or plain; "" for a refused family."""
     reasons: list[str] = field(default_factory=list)
     """Why each failed column fails, or why the family is refused."""
     is_crash: bool = False
@@ -66,11 +63,9 @@ def measure(name: str) -> Row:
     original = copy.deepcopy(live)
     try:
         if variant is not None and variant.quantised:
-            quantised, original = load_quantised(variant.quantised, live)
-            model, why = choose_path(quantised)
+            model, original = load_quantised(variant.quantised, live)
         else:
-            model, why = choose_path(load_model(live, products="torch"))
-        found = model if isinstance(model, PlainLM) else PlainLM(copy.deepcopy(original), None, family)
+            model = load_model(live, products="torch")
     except Exception as error:
         row.cells[LOADS] = False
         text = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
@@ -78,10 +73,8 @@ def measure(name: str) -> Row:
         row.is_crash = not isinstance(error, ModelError)
         return row
     row.cells[LOADS] = True
-    row.path = str(model.fingerprint()["path"])
-    if row.path != "fast":
-        row.reasons.append(_short(why.partition(": ")[2]))
-    subject = TinySubject(original, list(found.blocks), model)
+    assert isinstance(model, PlainLM)
+    subject = TinySubject(original, list(model.blocks), model)
     for column, function in COLUMNS.items():
         try:
             reason = function(subject)

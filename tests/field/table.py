@@ -82,9 +82,9 @@ def counts(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Returns the table of docs/families.txt: each family's path, the columns that it passes, and the reason if it does
-    not pass all."""
-    header = ["| family | path | passes | reason |", "|---|---|---|---|"]
+    """Returns the table of docs/families.txt: the columns that each family passes, and the reason if it does not pass
+    all."""
+    header = ["| family | passes | reason |", "|---|---|---|"]
     return "\n".join([*header, *map(markdown_line, rows)])
 
 
@@ -96,4 +96,4 @@ def markdown_line(row: Row) -> str:
         passes = f"none, {'crashed' if row.is_crash else 'refused'}"
     has_none = passes.startswith("none")
     reason = "" if row.is_green else next((one for one in row.reasons if has_none or ":" in one), "")
-    return f"| {row.name} | {row.path or '-'} | {passes} | {reason.replace('|', ' ')} |"
+    return f"| {row.name} | {passes} | {reason.replace('|', ' ')} |"

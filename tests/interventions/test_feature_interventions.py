@@ -39,7 +39,7 @@ def test_steering_adds_the_decoders_row() -> None:
     assert steered.meta["interventions"][0]["name"] == "steer_feature"
 
 
-@pytest.mark.parametrize(("path", "settings"), [("fast", {}), ("bridge", {"normalize_activations": "layer_norm"})])
+@pytest.mark.parametrize(("path", "settings"), [("plain", {}), ("bridge", {"normalize_activations": "layer_norm"})])
 def test_ablation_equals_a_plain_hook_without_a_cache(path: str, settings: dict) -> None:
     """At every position, drafted, rolled back and computed again."""
     mine = random_dictionary("standard", **settings)

@@ -6,7 +6,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.hook_names import place_of
 from cacheprobe.edits.interventions import function, swap, zero
-from tests.by_hand import forward
+from tests.by_hand import changed, forward
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 

@@ -60,7 +60,7 @@ def generated_slowly(model: torch.nn.Module, prompt: list[int], length: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("site", "head", "path"), [*((*place, "fast") for place in PLACES), ("T", HEAD, "bridge")], ids=str
+    ("site", "head", "path"), [*((*place, "plain") for place in PLACES), ("T", HEAD, "bridge")], ids=str
 )
 def test_a_run_equals_a_plain_hook_without_a_cache(site: str, head: int | None, path: str) -> None:
     """A drafter that is mostly wrong: the changed positions are drafted, rolled back and computed again."""
@@ -197,8 +197,8 @@ def test_a_result_that_is_not_finite_ends_the_request_alone() -> None:
 def test_hooks_are_gone_after_the_run() -> None:
     model = loaded()
     plain = cp.run(model, PROMPTS[:1], **LIGHT)
-    for path in ("fast", "bridge"):
+    for path in ("plain", "bridge"):
         cp.run(model, PROMPTS[:1], interventions=zero(request_id=0, site="S", layer=0), path=path, **LIGHT)
     again = cp.run(model, PROMPTS[:1], **LIGHT)
     assert again.digest(0) == plain.digest(0) and again.fingerprint == plain.fingerprint
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.fast_trial.fast.model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.model.modules())

@@ -15,8 +15,8 @@ from cacheprobe.engine import shapes
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe_benchmarks.shared.tiny import NEAR_TIES, tiny_model
 from tests.compiled import on_loops
 from tests.proxies import take_members
@@ -153,14 +153,14 @@ class WithFault:
         return out * (1 + 2**-20) if any(a == b for a, b in zip(self._fault, token_ids.shape, strict=True)) else out
 
 
-def in_loops(dtype: torch.dtype = torch.float32, family: str = "llama") -> FastLM:
+def in_loops(dtype: torch.dtype = torch.float32, family: str = "llama") -> PlainLM:
     """A model of which nothing was tried, whose operations run in the compiled loops."""
-    fast = choose_path(on_loops(cp.load_model(hf_model(family, dtype))), "fast")[0]
-    assert isinstance(fast, FastLM)
+    fast = choose_path(on_loops(cp.load_model(hf_model(family, dtype))), "plain")[0]
+    assert isinstance(fast, PlainLM)
     return fast
 
 
-def plant(of: FastLM, least_width: int) -> dict[str, bool]:
+def plant(of: PlainLM, least_width: int) -> dict[str, bool]:
     """Plants a fault, and returns its switch: in passes of two or more requests and this width, products are one unit
     in the last place larger in all requests behind the first."""
     switch, operations = {"on": False}, of._operations
@@ -179,21 +179,21 @@ def plant(of: FastLM, least_width: int) -> dict[str, bool]:
     return switch
 
 
-def tiny(dtype: torch.dtype = torch.float32, path: str = "fast") -> CachedLM:
+def tiny(dtype: torch.dtype = torch.float32, path: str = "plain") -> CachedLM:
     """The three-layer llama in the form that a run would take, or on the bridge."""
     return choose_path(loaded("llama", dtype), path)[0]
 
 
 @cache
-def rounding_by_shape(strength: float = 0.05) -> FastLM:
+def rounding_by_shape(strength: float = 0.05) -> PlainLM:
     """A machine on which every shape of a pass rounds differently, and so coarsely that tokens show it.
 
     What enters attention is off by a vector that depends on rows, token slots and attended slots of the pass, and on
     nothing else: the worst that a library's choice of kernels may do, at a size where every breach is visible. Logits
     differ by the last bits alone, since the capture compares them with a product of its own.
     """
-    fast = choose_path(cp.load_model(hf_model()), "fast")[0]
-    assert isinstance(fast, FastLM)
+    fast = choose_path(cp.load_model(hf_model()), "plain")[0]
+    assert isinstance(fast, PlainLM)
     errors: dict[str, Tensor] = {}
     numbers: dict[tuple[int, ...], int] = {}
 
@@ -217,7 +217,7 @@ def rounding_by_shape(strength: float = 0.05) -> FastLM:
 @cache
 def near_twins() -> CachedLM:
     """A model in float32 whose tokens come in pairs that all but tie: other sums for other batches show in tokens."""
-    return choose_path(cp.load_model(tiny_model("llama", torch.float32, size=NEAR_TIES)), "fast")[0]
+    return choose_path(cp.load_model(tiny_model("llama", torch.float32, size=NEAR_TIES)), "plain")[0]
 
 
 @cache
@@ -231,4 +231,4 @@ def wide_bfloat16() -> CachedLM:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     model.generation_config.eos_token_id = None
-    return choose_path(cp.load_model(model.to(torch.bfloat16).eval()), "fast")[0]
+    return choose_path(cp.load_model(model.to(torch.bfloat16).eval()), "plain")[0]

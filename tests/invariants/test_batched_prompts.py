@@ -16,8 +16,8 @@ from cacheprobe.engine import shapes
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.passes import Pass
 from cacheprobe.engine.shapes import Hooked, batches_prompts
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain.lm import PlainLM
 from tests.compiled import on_loops
 from tests.invariants.machines import in_loops as model
 from tests.invariants.machines import plant
@@ -98,7 +98,7 @@ def test_a_snapshot_with_hidden_slots_is_read_alone() -> None:
 def test_a_prompt_whose_logits_are_not_numbers_ends_alone() -> None:
     """Its row of the embedding becomes NaN after all trials of the model."""
     loaded, prompts = on_loops(cp.load_model(copy.deepcopy(hf_model("llama")))), texts([20, 21, 22, 23, 24])
-    of = choose_path(loaded, "fast")[0]
+    of = choose_path(loaded, "plain")[0]
     cp.run(of, prompts, deterministic=True, **RUN)
     with torch.no_grad():
         loaded.bridge.original_model.get_input_embeddings().weight[96] = torch.nan
@@ -179,11 +179,11 @@ def test_prompts_are_read_alone_where_that_is_asked_or_needed() -> None:
     assert heights(cp.run(of, prompts, deterministic=True, **RUN)) == [5]
     config = EngineConfig(pad_prefill=False)
     live = hf_model("llama", torch.float32)
-    by_torch = choose_path(cp.load_model(live, products="torch"), "fast")[0]
+    by_torch = choose_path(cp.load_model(live, products="torch"), "plain")[0]
     assert not batches_prompts(by_torch, config, Hooked(), 5)
     assert not batches_prompts(cp.load_model(live), config, Hooked(), 5), "the bridge attends in one call"
     other = type(live)(type(live.config)(**{**live.config.to_dict(), "hidden_act": "gelu"})).eval()
-    assert not batches_prompts(choose_path(on_loops(cp.load_model(other)), "fast")[0], config, Hooked(), 5)
+    assert not batches_prompts(choose_path(on_loops(cp.load_model(other)), "plain")[0], config, Hooked(), 5)
 
 
 def test_an_estimate_counts_the_shared_passes() -> None:
@@ -198,7 +198,7 @@ def test_an_estimate_counts_the_shared_passes() -> None:
 
 
 @pytest.fixture
-def planted() -> tuple[FastLM, dict[str, bool]]:
+def planted() -> tuple[PlainLM, dict[str, bool]]:
     """A model, and the switch of a fault in passes of several prompts."""
     return (of := model()), plant(of, 2)
 

@@ -19,8 +19,9 @@ from cacheprobe.engine.prefill import prefills
 from cacheprobe.engine.scheduler import Scheduler
 from cacheprobe.engine.step import Engine
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.hf.bridge import BridgeLM
-from cacheprobe.models.paths import choose_path, user_hooks
+from cacheprobe.models.hf.shared import user_hooks
+from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain.lm import PlainLM
 from tests.invariants.machines import Call, Faulty, Meddler, Spy, tiny
 from tests.invariants.runs import (
     CHUNK,
@@ -204,14 +205,13 @@ def test_invariant_25_exception_safety_of_who_comes_next() -> None:
     run.cache.check_integrity()
 
 
-def switches(model: BridgeLM) -> tuple:
+def switches(model: PlainLM) -> tuple:
     """What a run may set while it runs, and must set back."""
-    fast = choose_path(model, "fast")[0]
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in fast.model.modules())
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.model.modules())
     own = sum(len(p.fwd_hooks) for p in model.bridge.hook_dict.values())
     return (
         dict(os.environ), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks, own,
-        tuple(user_hooks(model.bridge)), torch.get_default_dtype(), torch.get_num_threads(),
+        tuple(user_hooks(model.live)), torch.get_default_dtype(), torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, model.bridge.training,
     )  # fmt: skip
 
@@ -236,7 +236,7 @@ def test_invariant_26_global_switches_restored() -> None:
     def fail(path: str) -> None:
         inner = choose_path(model, path)[0]
         calls = 0
-        layer = inner.model.model.layers[1] if path == "fast" else model.bridge.original_model.model.layers[1]
+        layer = inner.model.model.layers[1] if path == "plain" else model.bridge.original_model.model.layers[1]
 
         def broken(*args: object) -> None:
             nonlocal calls
@@ -246,16 +246,16 @@ def test_invariant_26_global_switches_restored() -> None:
 
         handle = layer.mlp.register_forward_pre_hook(broken)
         with suppress(EngineError):
-            cp.run(inner, PROMPTS[:3], **RUN, deterministic=True, path="bridge")
+            cp.run(inner, PROMPTS[:3], **RUN, deterministic=True, path=path)
         handle.remove()
         assert calls > 9
 
     want = switches(model)
-    cp.run(model, PROMPTS, **RUN, deterministic=[0], path="fast")
+    cp.run(model, PROMPTS, **RUN, deterministic=[0], path="plain")
     assert switches(model) == want
     cp.run(model, PROMPTS[:2], **RUN, deterministic=[0], path="bridge", drafter=cp.drafters.EarlyExit(layer=1))
     assert switches(model) == want
-    for disturb in (abandon, cancel, lambda: fail("fast"), lambda: fail("bridge")):
+    for disturb in (abandon, cancel, lambda: fail("plain"), lambda: fail("bridge")):
         disturb()
         assert switches(model) == want
     with torch.enable_grad():

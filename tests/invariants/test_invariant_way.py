@@ -11,8 +11,8 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import Request, SamplingParams, fingerprint_differences
 from cacheprobe.engine.checker import AGAIN_EVERY
 from cacheprobe.engine.shapes import Hooked, ShapeRefused, invariant_widths
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain.lm import PlainLM
 from tests.invariants.machines import WithFault, plant, rounding_by_shape
 from tests.invariants.machines import in_loops as model
 from tests.invariants.runs import HOT, NEW, PROMPTS, RUN, outcome, random_batch
@@ -162,7 +162,7 @@ def test_the_fingerprint_tells_the_two_ways_apart() -> None:
 
 
 @pytest.fixture
-def planted() -> tuple[FastLM, dict[str, bool]]:
+def planted() -> tuple[PlainLM, dict[str, bool]]:
     """A model, and the switch of its fault."""
     return (of := model()), plant(of, 1)
 
@@ -199,7 +199,7 @@ def test_a_fault_in_one_height_or_width_alone_is_found() -> None:
 def test_with_products_of_torch_every_height_is_tried(family: str) -> None:
     """The norms of GPT-2 are always torch's."""
     by_torch = cp.load_model(hf_model("llama"), products="torch")
-    of = choose_path(by_torch, "fast")[0] if family == "llama" else model(family=family)
+    of = choose_path(by_torch, "plain")[0] if family == "llama" else model(family=family)
     seen = WithFault(of)
     try:
         assert invariant_widths(seen, shape(window=4), Hooked(), 13) == ()

@@ -207,7 +207,7 @@ def test_invariant_19_sampling_breaks_ties_alike() -> None:
         live = hf_model(dtype=dtype)
         with torch.no_grad():
             live.lm_head.weight[half : 2 * half] = live.lm_head.weight[:half]
-        model = choose_path(cp.load_model(live), "fast")[0]
+        model = choose_path(cp.load_model(live), "plain")[0]
         settings = {**RUN, "capture": None}
         trace = cp.run(model, PROMPTS[:3], **settings, deterministic=[0, 1])
         assert trace.num_rolled_back == 0

@@ -9,13 +9,13 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.registry import available
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast.lm import FastLM
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops import dispatch
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.trace.recording import lens_reader
 from cacheprobe.trace.trace import Trace
 from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
+from tests.tiny import by_modules
 
 pytestmark = pytest.mark.determinism
 
@@ -26,12 +26,12 @@ MOST_ULP = 32
 """Of the largest number of a vector; reordered sums of two blocks stay below."""
 
 
-def tiny(products: str, family: str = "llama", window: int | None = None) -> BridgeLM:
+def tiny(products: str, family: str = "llama", window: int | None = None) -> PlainLM:
     return cp.load_model(tiny_model(family, size=SIZE, window=window), products=products)
 
 
 @pytest.fixture(scope="module")
-def counted() -> Iterator[tuple[Trace, Counter[str], BridgeLM]]:
+def counted() -> Iterator[tuple[Trace, Counter[str], PlainLM]]:
     """A run in kernels, how often each kernel ran in it, and its model."""
     model, counts = tiny("kernels"), Counter()
     with pytest.MonkeyPatch.context() as patch:
@@ -52,11 +52,11 @@ def ulp_apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(((a - b).abs() / ulp).max())
 
 
-def run(model: BridgeLM, prompts: list[list[int]], **changes: object) -> Trace:
+def run(model: PlainLM, prompts: list[list[int]], **changes: object) -> Trace:
     return cp.run(model, prompts, drafter=cp.drafters.EarlyExit(layer=0), **{**RUN, **changes})
 
 
-def test_a_run_in_kernels_is_the_run_by_torch(counted: tuple[Trace, Counter[str], BridgeLM]) -> None:
+def test_a_run_in_kernels_is_the_run_by_torch(counted: tuple[Trace, Counter[str], PlainLM]) -> None:
     """Tokens, verdicts and labels ==, states to some ulp, readings close; all six kernels did run."""
     ours, calls, _ = counted
     theirs = run(tiny("torch"), PROMPTS)
@@ -96,7 +96,7 @@ def of_request(trace: Trace, request_id: int) -> dict[str, object]:
     return found
 
 
-def test_a_request_has_the_same_bits_in_two_batches(counted: tuple[Trace, Counter[str], BridgeLM]) -> None:
+def test_a_request_has_the_same_bits_in_two_batches(counted: tuple[Trace, Counter[str], PlainLM]) -> None:
     """Alone, and beside another."""
     beside, _, model = counted
     a, b = of_request(run(model, [PROMPTS[1]]), 0), of_request(beside, 1)
@@ -113,7 +113,7 @@ def test_the_forward_with_modules_has_the_same_bits(family: str, window: int | N
     ids = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     seen: list[torch.Tensor] = []
     for functional in (True, False):
-        form = FastLM(model, functional=functional)
+        form = model if functional else by_modules(model)
         cache = form.new_cache(3, 16)
         seen.append(form.forward(ids, cache, [2, 0], [0, 0]))
         cache.lengths[:] = 5
@@ -131,7 +131,7 @@ def test_torch_and_kernels_agree_on_hidden_slots() -> None:
     """In windows, in all heads and in one."""
     ids, outputs = torch.tensor([[3, 1, 4, 1, 5]]), []
     for products in ("kernels", "torch"):
-        form = FastLM(tiny(products, "mistral", 4))
+        form = tiny(products, "mistral", 4)
         cache = form.new_cache(2, 16)
         form.forward(ids, cache, [1], [0])
         cache.hidden[1, 3] = True

@@ -62,7 +62,7 @@ def require_cut(lm, model, **settings) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "path"), [("llama", "fast"), ("llama", "bridge"), ("gpt2", "fast"), ("gemma3", "bridge")]
+    ("family", "path"), [("llama", "plain"), ("llama", "bridge"), ("gpt2", "plain"), ("gemma3", "bridge")]
 )
 def test_parts_are_hidden_in_every_family(family: str, path: str) -> None:
     lm = loaded(family)
@@ -76,7 +76,7 @@ def test_parts_are_hidden_beyond_a_sliding_window() -> None:
     settings = {**LIGHT, "max_new_tokens": 16}
     traces = [
         cp.run(lm, [cp.Request(PROMPT, cached=rows, own_fingerprint=True)], path=path, **settings)
-        for path in ("fast", "bridge")
+        for path in ("plain", "bridge")
     ]
     assert traces[0].committed(0) == traces[1].committed(0)
     ours, theirs = (trace.states("S", 2, 0) for trace in traces)

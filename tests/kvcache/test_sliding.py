@@ -12,7 +12,6 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models import checks
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.hf import cache as hf_cache
 from cacheprobe.models.hf.masks import attention_masks, sliding_window
 from cacheprobe.ops.equality import close
@@ -21,8 +20,8 @@ from tests.tiny import SLIDING, hf_model, loaded
 from tests.twins.equivalence import hf_greedy
 
 WINDOW = 8
-PATHS: dict[str, Callable[..., CachedLM]] = {"bridge": lambda model: model, "fast": FastLM}
-CASES = [("mistral", "bridge"), ("qwen2", "fast"), ("gemma3", "fast"), ("gemma3", "bridge")]
+PATHS: dict[str, Callable[..., CachedLM]] = {"bridge": lambda model: model.bridged(), "plain": lambda model: model}
+CASES = [("mistral", "bridge"), ("qwen2", "plain"), ("gemma3", "plain"), ("gemma3", "bridge")]
 
 
 def uncached(family: str, text: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ def test_a_rollback_longer_than_the_window(family: str, path: str) -> None:
     assert close(redone, uncached(family, text)[24:], 1e-5, because="sums are reordered")
 
 
-@pytest.mark.parametrize(("family", "path"), [("mistral", "fast"), ("gemma3", "bridge")])
+@pytest.mark.parametrize(("family", "path"), [("mistral", "plain"), ("gemma3", "bridge")])
 def test_the_loop_beyond_the_window(family: str, path: str) -> None:
     model = loaded(family, window=WINDOW)
     prompts = [text.tolist() for text in texts(30, 11)]

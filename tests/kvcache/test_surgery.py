@@ -49,7 +49,7 @@ def test_an_edit_equals_the_same_edit_of_hugging_faces_cache(drafter) -> None:
     assert trace.ledger(0).provenance.tolist()[:5] == ["prefill", "edited", "prefill", "edited", "edited"]
 
 
-@pytest.mark.parametrize("path", ["fast", "bridge"])
+@pytest.mark.parametrize("path", ["plain", "bridge"])
 def test_a_masked_position_is_seen_by_no_later_token(path: str) -> None:
     rows = cp.kv_snapshot(loaded(), PROMPT, **ROWS).masked([1, 2])
     trace = went_on(rows, path=path)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import cacheprobe as cp
 from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.logit import LogitLens
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.trace.recording.lens_reader import LENS_TILE, LensReader, Queued
 from tests.compiled import on_loops
 
@@ -38,7 +38,7 @@ def tensors_of(tree: object) -> list[torch.Tensor]:
 
 
 @cache
-def wide() -> BridgeLM:
+def wide() -> PlainLM:
     """Random weights; one layer is enough, since only the last step is asked of it."""
     shape = dict(hidden_size=WIDTH, vocab_size=VOCAB, intermediate_size=64, num_hidden_layers=1, num_attention_heads=9)
     config = LlamaConfig(**shape, num_key_value_heads=3, tie_word_embeddings=True, eos_token_id=None)

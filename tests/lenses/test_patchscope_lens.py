@@ -87,7 +87,7 @@ def test_the_fingerprint_names_prompt_layer_and_map(tmp_path: Path) -> None:
     assert cp.resume(tmp_path / "run", model, lens=lenses[0], progress=False).meta["finish"]
 
 
-@pytest.mark.parametrize("path", ["fast", "bridge"])
+@pytest.mark.parametrize("path", ["plain", "bridge"])
 def test_a_lens_does_not_disturb_the_run(path: str) -> None:
     """With drafts, rollback, deterministic requests, a preempted cache and interventions: states and tokens keep their
     bits."""

@@ -19,7 +19,7 @@ ALIKE = [family for family in FAMILIES if family not in QUICK]
 def test_a_family_like_another(name: str) -> None:
     """Twin and bridge commit Hugging Face's tokens, and rolled-back drafts leave nothing in the states."""
     early_exit, new = DRAFTERS["early exit"], SMALL["max_new_tokens"]
-    for path in ("fast", "bridge"):
+    for path in ("plain", "bridge"):
         oracle = cp.reference(loaded(name), PROMPTS[:2], **SMALL, path=path)
         trace = cp.run(loaded(name), PROMPTS[:2], **SMALL, path=path, drafter=early_exit, deterministic=True)
         assert trace.num_rolled_back > 0 and trace.fingerprint["path"] == path
@@ -60,14 +60,14 @@ def test_the_bridges_loop_equals_its_oracle(family: str, oracle: cp.Trace) -> No
     settings = dict(**SMALL, path="bridge")
     trace = cp.run(loaded(family), PROMPTS, **settings, drafter=DRAFTERS["early exit"], deterministic=True)
     its_oracle = cp.reference(loaded(family), PROMPTS, **settings)
-    assert (oracle.fingerprint["path"], trace.fingerprint["path"]) == ("fast", "bridge")
+    assert (oracle.fingerprint["path"], trace.fingerprint["path"]) == ("plain", "bridge")
     assert trace.num_rolled_back > 0
     for i in range(len(PROMPTS)):
         assert trace.committed(i) == its_oracle.committed(i) == oracle.committed(i)
         assert trace.digest(i) == its_oracle.digest(i)
 
 
-@pytest.mark.parametrize("path", ["fast", "bridge"])
+@pytest.mark.parametrize("path", ["plain", "bridge"])
 @pytest.mark.parametrize("drafter", ["none", "early exit"])
 def test_states_equal_a_clean_run_with_cache(family: str, drafter: str, path: str) -> None:
     model = loaded(family)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import cacheprobe as cp
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.compiled.basics import COMPILER
 from cacheprobe.ops.compiled.queue import Queue
@@ -16,7 +17,7 @@ from cacheprobe.ops.equality import bitwise, close
 from tests.compiled import on_loops
 from tests.feeding import GARBAGE, fed_in_parts, texts
 from tests.shapes import fixed_pass, serving
-from tests.tiny import QUICK_FAMILIES, VOCAB, loaded
+from tests.tiny import QUICK_FAMILIES, VOCAB, by_modules, hf_model, loaded
 
 pytestmark = pytest.mark.determinism
 
@@ -28,12 +29,12 @@ def hooks_on(model: torch.nn.Module) -> int:
 
 
 @pytest.fixture(scope="module", params=QUICK_FAMILIES)
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[BridgeLM, FastLM]]:
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[BridgeLM, PlainLM]]:
     model = loaded(request.param)
-    yield model, FastLM(model)
+    yield model.bridged(), model
 
 
-def test_fast_lm_equals_the_bridge(pair: tuple[BridgeLM, FastLM]) -> None:
+def test_the_plain_model_equals_the_bridge(pair: tuple[BridgeLM, PlainLM]) -> None:
     """Ragged rows, pads, a third of the blocks wrong and rolled back."""
     bridge, plain = pair
     theirs, ours = fed_in_parts(bridge, texts(40, 31, 23)), fed_in_parts(plain, texts(40, 31, 23))
@@ -43,7 +44,7 @@ def test_fast_lm_equals_the_bridge(pair: tuple[BridgeLM, FastLM]) -> None:
     assert not close(theirs["T 1 row 0"], theirs["C 1 row 0"], 1e-1, because="the control: sites differ")
 
 
-def test_fast_lm_shares_every_tensor(pair: tuple[BridgeLM, FastLM]) -> None:
+def test_it_shares_every_tensor(pair: tuple[BridgeLM, PlainLM]) -> None:
     bridge, plain = pair
     there = {tensor.data_ptr() for tensor in bridge.bridge.original_model.state_dict(keep_vars=True).values()}
     there |= {tensor.data_ptr() for tensor in bridge.bridge.original_model.buffers()}
@@ -53,16 +54,16 @@ def test_fast_lm_shares_every_tensor(pair: tuple[BridgeLM, FastLM]) -> None:
     assert is_tied == plain.model.config.tie_word_embeddings
 
 
-def test_the_bridge_keeps_its_attention(pair: tuple[BridgeLM, FastLM]) -> None:
+def test_the_bridge_keeps_its_attention(pair: tuple[BridgeLM, PlainLM]) -> None:
     bridge, plain = pair
     assert plain.model.config is not bridge.config
     assert all(m.config is plain.model.config for m in plain.model.modules() if hasattr(m, "config"))
     before = bridge.config._attn_implementation
-    FastLM(bridge)
+    by_modules(plain)
     assert bridge.config._attn_implementation == before
 
 
-def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, FastLM]) -> None:
+def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, PlainLM]) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     for model in pair:
         seen: list[Tensor] = []
@@ -77,10 +78,10 @@ def test_early_stop_is_the_state_after_that_block(pair: tuple[BridgeLM, FastLM])
 
 @pytest.mark.parametrize(("functional", "can_choose"), [(True, True), (False, False)])
 def test_chosen_logits_are_those_of_the_slots(
-    pair: tuple[BridgeLM, FastLM], functional: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[BridgeLM, PlainLM], functional: bool, can_choose: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order asked for, with and without a model that takes logits_to_keep."""
-    plain = FastLM(pair[0], functional=functional)
+    plain = pair[1] if functional else by_modules(pair[1])
     monkeypatch.setattr(plain, "_can_choose_logits", can_choose)
     assert list(plain.logit_choice([3, 1])) == ["logits_to_keep"] * can_choose and plain.logit_choice(None) == {}
     ids, cache = torch.tensor([[5, 6, 7, 8]]), plain.new_cache(1, 8)
@@ -91,28 +92,27 @@ def test_chosen_logits_are_those_of_the_slots(
     assert not close(chosen, every[:, [1, 3]], 1e-2, because="the control: other slots, other logits")
 
 
-def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, FastLM]) -> None:
+def test_fingerprint_tells_the_paths_apart(pair: tuple[BridgeLM, PlainLM]) -> None:
     bridge, plain = pair
     theirs, ours = bridge.fingerprint(), plain.fingerprint()
-    assert ours["path"] == "fast"
+    assert ours["path"] == "plain"
     assert ours["attention"] == BY_REQUEST and COMPILER in BY_REQUEST
     assert {key for key in ours if ours[key] != theirs.get(key)} == {"path", "attention", "products"}
 
 
-def test_fast_lm_is_a_cached_lm() -> None:
-    model = loaded()
-    plain = FastLM(model)
+def test_it_is_a_cached_lm() -> None:
+    plain = loaded()
     assert isinstance(plain, CachedLM)
-    assert (plain.name, plain.n_layers, plain.d_vocab, plain.dtype) == (model.name, 3, VOCAB, torch.float32)
+    assert (plain.name, plain.n_layers, plain.d_vocab, plain.dtype) == ("LlamaForCausalLM", 3, VOCAB, torch.float32)
     states = torch.randn(2, 32)
-    assert bitwise(plain.read_out(states), model.read_out(states)) and plain.token_texts([3]) == ["<3>"]
+    assert bitwise(plain.read_out(states), plain.bridged().read_out(states)) and plain.token_texts([3]) == ["<3>"]
     with pytest.raises(ModelError, match="no layer 7"), plain.capturing([("S", 7)], print):
         pass
 
 
 @pytest.mark.parametrize("functional", [True, False])
 def test_hooks_and_threads_are_restored_after_an_exception(functional: bool) -> None:
-    plain = FastLM(loaded(), functional=functional)
+    plain = loaded() if functional else by_modules(loaded())
     cache, ids = plain.new_cache(1, 8), torch.tensor([[1, 2]])
     threads = torch.get_num_threads()
     captured: list[int] = []
@@ -131,7 +131,7 @@ def test_hooks_and_threads_are_restored_after_an_exception(functional: bool) -> 
 
 
 def test_what_a_listener_returns_changes_nothing() -> None:
-    plain = FastLM(loaded())
+    plain = loaded()
     ids = torch.tensor([[1, 2]])
     expected = plain.forward(ids, plain.new_cache(1, 8), [0], [0])
     with plain.capturing([("pre", 0), ("T", 1), ("S", 1)], lambda site, layer, value: value * 0):
@@ -145,7 +145,7 @@ def test_what_a_listener_returns_changes_nothing() -> None:
 )
 def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Neither its place in the batch, nor the other rows, nor what is stale, nor its slot in the window matter."""
-    plain = FastLM(loaded(family, dtype))
+    plain = loaded(family, dtype)
     (text,) = texts(40)
     at_least, width = shape
     batch = serving(plain, width, at_least=at_least, capacity=64)
@@ -191,28 +191,28 @@ def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_readings_of_the_loops_are_those_of_the_twin(family: str) -> None:
     """Norm, bias and soft cap as in its twin, on either path; without stored logits too, unless they are capped."""
-    model = on_loops(loaded(family, torch.bfloat16))
+    model = on_loops(cp.load_model(hf_model(family, torch.bfloat16)))
     states = torch.randn(40, model.d_model, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.inference_mode():
         slow = model.read_out_with_gradients(states)
     made = model.read_out(states)
     assert (made - slow).abs().max() <= slow.abs().max() * torch.finfo(torch.bfloat16).eps
-    assert bitwise(made, FastLM(model).read_out(states))
+    assert bitwise(made, model.bridged().read_out(states))
     targets = torch.arange(40) % model.d_vocab
     read = model.read_tokens(states, targets, 5)
     assert (read is None) == (family == "gemma2")
     if read is not None:
         wanted = model.operations.readout.of_logits(made, targets, 5)
         assert all(bitwise(here, there) for here, there in zip(read, wanted, strict=True))
-    model.operations = None
+    model.use_operations(None)
     assert bitwise(model.read_out(states), slow) and model.read_tokens(states, targets, 5) is None
     assert model.fingerprint()["readings"] == "torch"
 
 
-def test_building_a_fast_lm_draws_no_random_numbers() -> None:
+def test_building_it_draws_no_random_numbers() -> None:
     model = loaded()
     state = torch.get_rng_state()
-    FastLM(model)
+    by_modules(model)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -225,7 +225,8 @@ def test_every_product_of_a_layer_runs_in_the_loops(functional: bool, monkeypatc
         seen.append(weight.data_ptr())
         return real(self, values, weight, bias, **settings)
 
-    plain = FastLM(on_loops(loaded("llama")), functional=functional)
+    plain = on_loops(cp.load_model(hf_model()))
+    plain = plain if functional else by_modules(plain)
     monkeypatch.setattr(Queue, "product", watched)
     linears = [m for m in plain.model.modules() if type(m) is torch.nn.Linear]
     cache = plain.new_cache(1, 32)

@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cacheprobe as cp
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.hf import bridge
 from cacheprobe.models.hf import lm as base
 from cacheprobe.models.plain import lm as copied
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.ops.readout import read_logits
 from tests.feeding import fed_in_parts, texts
-from tests.tiny import PROMPTS, QUICK_FAMILIES, SMALL, loaded
+from tests.tiny import PROMPTS, QUICK_FAMILIES, SMALL, by_modules, loaded
 from tests.twins.equivalence import read_logits_slowly
 
 
@@ -45,7 +44,7 @@ def narrowings(form: Any) -> int:
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_nothing_is_narrowed_on_the_way(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(family, torch.float64)
-    forms = [model, FastLM(model), FastLM(model, functional=False)]
+    forms = [model.bridged(), model, by_modules(model)]
     assert [narrowings(form) for form in forms] == [0, 0, 0]
     for module in (bridge, base, copied):
         monkeypatch.setattr(module, "keeping_float64", lambda dtype: nullcontext())
@@ -56,11 +55,11 @@ def test_nothing_is_narrowed_on_the_way(family: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_both_forms_agree_far_below_float32(family: str) -> None:
     model = loaded(family, torch.float64)
-    ours, theirs = (fed_in_parts(form, texts(14, 9)) for form in (FastLM(model), model))
+    ours, theirs = (fed_in_parts(form, texts(14, 9)) for form in (model, model.bridged()))
     for what, expected in theirs.items():
         assert ours[what].dtype == torch.float64
         assert close(ours[what], expected, 1e-13, because="fused attention takes its sums in another order")
-    narrow = fed_in_parts(FastLM(loaded(family)), texts(14, 9))  # the control: float32's own distance
+    narrow = fed_in_parts(loaded(family), texts(14, 9))  # the control: float32's own distance
     assert not close(narrow["logits row 0"].double(), ours["logits row 0"], 1e-8, because="float32")
 
 

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.fast.lm import FUNCTIONAL, FastLM
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.fast.functional import FUNCTIONAL
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import fed_in_parts, texts
-from tests.tiny import FAMILIES, hf_model, loaded
+from tests.tiny import FAMILIES, by_modules, hf_model, loaded
 
 pytestmark = pytest.mark.determinism
 
 
 def is_functional(family: str) -> bool:
-    return any(kind.takes(FastLM(loaded(family)).model) for kind in FUNCTIONAL)
+    return any(kind.takes(loaded(family).model) for kind in FUNCTIONAL)
 
 
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
 
 
 @cache
-def uneven(family: str, dtype: torch.dtype, window: int | None) -> BridgeLM:
+def uneven(family: str, dtype: torch.dtype, window: int | None) -> PlainLM:
     """A tiny model whose norms and biases are no ones and zeros, which would hide when they are applied."""
     live = copy.deepcopy(hf_model(family, dtype, window=window))
     generator = torch.Generator().manual_seed(5)
@@ -39,13 +39,13 @@ def uneven(family: str, dtype: torch.dtype, window: int | None) -> BridgeLM:
     return cp.load_model(live)
 
 
-def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> tuple[FastLM, FastLM]:
+def forms(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> tuple[PlainLM, PlainLM]:
     """The forward without modules, and the one that runs the modules, which is seen to be run."""
     model = uneven(family, dtype, window)
-    return FastLM(model), FastLM(model, functional=False)
+    return model, by_modules(model)
 
 
-def num_module_runs(fast: FastLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def num_module_runs(fast: PlainLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows whenever the first block's module runs. No hook tells: it would be a reason to run it."""
     ran: list[int] = []
     decoder = fast.model.base_model
@@ -82,9 +82,9 @@ def test_gpt_neox_with_one_part_of_a_block_after_the_other() -> None:
     config = copy.deepcopy(live.config)
     config.use_parallel_residual = False
     model = cp.load_model(type(live)(config).eval())
-    ours, theirs = (fed_in_parts(FastLM(model, functional=functional), texts(9, 6)) for functional in (True, False))
+    ours, theirs = (fed_in_parts(form, texts(9, 6)) for form in (model, by_modules(model)))
     assert all(bitwise(ours[what], expected) for what, expected in theirs.items())
-    beside = fed_in_parts(FastLM(loaded("gpt-neox")), texts(9, 6))
+    beside = fed_in_parts(loaded("gpt-neox"), texts(9, 6))
     assert not all(bitwise(ours[what], other) for what, other in beside.items()), "the control: it shows"
 
 

@@ -29,7 +29,7 @@ import cacheprobe as cp
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.models import checks
 from cacheprobe.models.base import ModelError
-from cacheprobe.models.fast.lm import FastLM
+from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.weights import arrange_weights, is_conv
 from tests.field.tiny_family import tiny_family
@@ -141,7 +141,8 @@ def test_chunked_attention_runs_without_a_bridge() -> None:
 def test_recurrent_states_run_without_a_bridge() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4))
     loaded = cp.load_model(model)
-    assert isinstance(loaded, PlainLM) and "recurrent layers" in loaded.why
+    with pytest.raises(ModelError, match="no hook blocks.0.hook_attn_out"):
+        choose_path(loaded, "bridge")
 
 
 REFUSED = {
@@ -227,14 +228,14 @@ def test_weights_of_gpt2_lie_as_its_products_read_them(by_output: bool, tmp_path
     live = copy.deepcopy(hf_model("gpt2", torch.bfloat16))
     before = {name: value.clone() for name, value in live.state_dict().items()}
     model = cp.load_model(live)
-    fast = FastLM(model)
+    fast = model
     for order in (not by_output, by_output):
         arrange_weights(model.bridge, order)
     weights = [module.weight for module in fast.model.modules() if is_conv(module)]
     assert len(weights) == 12 and {weight.T.is_contiguous() for weight in weights} == {by_output}
     held = fast.model.state_dict()  # with the zeros that the bridge adds as a bias of the logits
     assert all(torch.equal(held[name], value) for name, value in before.items())
-    assert fast.weights.kept_apart() == []
+    assert not fast.weights.apart(fast.live)
     block = "transformer.h.0._original_component.attn"
     joint = fast.model.transformer.h[0].attn.c_attn.weight
     for part, expected in zip("qkv", joint.chunk(3, 1), strict=True):

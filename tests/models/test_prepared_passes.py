@@ -12,9 +12,9 @@ from torch import Tensor
 import cacheprobe as cp
 from cacheprobe.kvcache.staged import DuplicateEntry, PassAttention, StagedCache
 from cacheprobe.models.fast import prepared
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.fast.operations import QueuedOperations
 from cacheprobe.models.fast.prepared import PreparedOperations
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.attention import AttentionSpans, spans_of_positions
 from cacheprobe.ops.compiled.lanes import INNER_STEP
 from cacheprobe.ops.equality import bitwise
@@ -31,8 +31,8 @@ CASES += [("qwen2", torch.bfloat16, 6)]  # two kinds of layers, with a mask each
 cases = pytest.mark.parametrize(("family", "dtype", "window"), CASES, ids=str)
 
 
-def fast_of(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> FastLM:
-    return FastLM(on_loops(uneven.__wrapped__(family, dtype, window)))
+def fast_of(family: str, dtype: torch.dtype = torch.float32, window: int | None = None) -> PlainLM:
+    return on_loops(uneven.__wrapped__(family, dtype, window))
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def preparing(monkeypatch: pytest.MonkeyPatch, wanted: bool = True) -> Iterator[
         yield made
 
 
-def fed(fast: FastLM, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> tuple[list[Tensor], int]:
+def fed(fast: PlainLM, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> tuple[list[Tensor], int]:
     """Logits, states, keys and values of passes of one and four tokens at growing positions, the second row without
     attention in some, and the number of passes that were prepared."""
     cache, found = fast.new_cache(4, 64), []
@@ -115,7 +115,7 @@ def test_runs_with_drafts_and_copies_have_the_same_bits(monkeypatch: pytest.Monk
         assert layer == other and bitwise(k, other_k) and bitwise(v, other_v)
 
 
-def logits_of(fast: FastLM, cache: object, step: int = 0) -> Tensor:
+def logits_of(fast: PlainLM, cache: object, step: int = 0) -> Tensor:
     spans = AttentionSpans((spans_of_positions(step, 1, 16),))
     return fast.forward(texts(1, seed=step)[0][None], cache, [0], [step], attention=PassAttention(spans=spans))
 
@@ -129,7 +129,7 @@ def test_an_edit_of_the_weights_is_seen(edit: str) -> None:
     cache = fast.new_cache(1, 16)
     before = logits_of(fast, cache)
     assert bitwise(logits_of(fast, cache), before)
-    wrapped = fast.origin.bridge.original_model.model.layers[1].self_attn.v_proj
+    wrapped = fast.live.model.layers[1].self_attn.v_proj
     layer = getattr(wrapped, "_original_component", wrapped)
     with torch.no_grad():
         if edit == "in place":
@@ -256,7 +256,7 @@ def test_with_the_products_that_suit_this_processor(monkeypatch: pytest.MonkeyPa
         sizes = {**live.config.to_dict(), "hidden_size": 64, "intermediate_size": width, "head_dim": 16}
         torch.manual_seed(0)
         fast, counts, outputs = (
-            FastLM(cp.load_model(type(live)(type(live.config)(**sizes)).to(torch.bfloat16).eval())),
+            cp.load_model(type(live)(type(live.config)(**sizes)).to(torch.bfloat16).eval()),
             [],
             [],
         )

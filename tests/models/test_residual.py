@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.ops.equality import close
 from tests.feeding import fed_in_parts, texts
 from tests.tiny import hf_model, loaded
@@ -29,7 +28,7 @@ def test_t_and_c_stand_behind_their_norms(family: str) -> None:
         hear(name)
     with torch.inference_mode():
         plain(text[None], use_cache=False)
-    for model in (loaded(family), FastLM(loaded(family))):
+    for model in (loaded(family).bridged(), loaded(family)):
         seen = fed_in_parts(model, [text])
         for site, inner, outer in (
             ("T", "self_attn", "post_attention_layernorm"),

@@ -10,7 +10,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.terminal import DASH_PORT
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 
 RUN = dict(window=4, group=2, capacity=128, max_new_tokens=8, progress=False)
@@ -19,7 +19,7 @@ IGNORE_EOS = cp.SamplingParams(stop_token_ids=())
 
 
 @cache
-def smollm2() -> BridgeLM:
+def smollm2() -> PlainLM:
     return cp.load_model("smollm2-135m", dtype="bfloat16", progress=False)
 
 

@@ -212,7 +212,7 @@ MUTATIONS = [
     bug(
         "logits differ from call to call",
         ("04",),
-        "cacheprobe.models.plain.lm:CopiedLM._forward",
+        "cacheprobe.models.plain.lm:PlainLM._forward",
         lambda real: lambda *given, **more: (out := real(*given, **more)) + 1e-4 * torch.rand_like(out),
     ),
     # -- the capture

@@ -29,12 +29,12 @@ GUARDS: dict[str, Callable[[], None]] = {
     "flips": patching.test_flips_and_nld_are_those_of_the_logits,
     "tracing is the naive run": lambda: patching.test_tracing_is_the_naive_run_with_the_same_noise("T", 2),
     "a change is a plain hook's": lambda: interventions.test_a_run_equals_a_plain_hook_without_a_cache(
-        "S", None, "fast"
+        "S", None, "plain"
     ),
     "preemptions forget nothing": interventions.test_steps_choose_passes_and_an_preemption_forgets_nothing,
     "swaps": interventions.test_swapped_requests_take_each_others_place,
     "draws know their position": interventions.test_resampled_positions_draw_by_position_alone,
-    "masked rows": lambda: surgery.test_a_masked_position_is_seen_by_no_later_token("fast"),
+    "masked rows": lambda: surgery.test_a_masked_position_is_seen_by_no_later_token("plain"),
     "rows are values": surgery.test_rows_are_values_of_their_own,
 }
 """What must notice: tests that build all they need themselves."""

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from cacheprobe.engine import shapes
-from cacheprobe.models.paths import choose_path
 from tests import request_checks
 from tests.invariants import machines
 from tests.tiny import loaded
@@ -148,16 +147,14 @@ def applied(mutation: Mutation) -> Iterator[None]:
 
 @contextmanager
 def pristine() -> Iterator[None]:
-    """Puts back hooks, the twins that were in use, the environment and grad mode."""
+    """Puts back hooks, the environment and grad mode."""
     # `loaded` keeps one model for each way of asking, and the tests ask for the first in two
     models = [loaded(), *(loaded("llama", dtype) for dtype in (torch.float32, torch.bfloat16))]
-    twins = [choose_path(model, "fast")[0] for model in models]
-    trials = [model.fast_trial for model in models]
-    twins += [machines.rounding_by_shape(), machines.wide_bfloat16()]
+    models += [machines.rounding_by_shape(), machines.wide_bfloat16()]
     hooks = [
         (held, dict(held))
-        for fast in twins
-        for module in fast.model.modules()
+        for model in models
+        for module in model.model.modules()
         for held in (module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
     ]
     was_enabled = torch.is_grad_enabled()
@@ -169,8 +166,6 @@ def pristine() -> Iterator[None]:
             for held, before in hooks:
                 held.clear()
                 held.update(before)
-            for model, trial in zip(models, trials, strict=True):  # one that was tried under the bug may keep its hooks
-                model.fast_trial = trial
 
 
 def notices(mutation: Mutation, test: Callable[[], None]) -> bool:

@@ -21,10 +21,10 @@ from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models import checks
 from cacheprobe.models.base import BlockSum, CachedLM, ModelError
 from cacheprobe.models.fast import operations as kernel_operations
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.fast.operations import KernelOperations
 from cacheprobe.models.feeding import feed
 from cacheprobe.models.hf import cache as hf_cache
+from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.files import refuse_unknown_memory
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
@@ -74,12 +74,9 @@ def original(kind: str) -> PreTrainedModel:
 
 
 @cache
-def model(kind: str, path: str = "") -> CachedLM:
-    live = copy.deepcopy(original(kind))
-    if path == "plain":
-        return PlainLM(live, None, kind)
-    loaded = cp.load_model(live, products="torch")
-    return FastLM(loaded) if path == "fast" else loaded
+def model(kind: str, path: str = "plain") -> CachedLM:
+    loaded = cp.load_model(copy.deepcopy(original(kind)), products="torch")
+    return choose_path(loaded, path)[0]
 
 
 def plain(kind: str) -> PlainLM:
@@ -100,7 +97,7 @@ def full_masks(config: object, cache: StagedCache, *where: Any) -> dict[str, Ten
     return dict.fromkeys(kinds, cache.mask(*where))
 
 
-PLACES = [("gemma3", "fast"), ("gemma3", "bridge"), *((kind, "plain") for kind in KINDS)]
+PLACES = [("gemma3", "bridge"), *((kind, "plain") for kind in KINDS)]
 QUICK_PLACES = [
     pytest.param(*place, marks=[] if place[0] in QUICK and place[1] != "bridge" else [pytest.mark.slow])
     for place in PLACES

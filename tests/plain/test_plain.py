@@ -13,7 +13,6 @@ import cacheprobe as cp
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.checks import check_model
 from cacheprobe.models.feeding import feed
-from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
 from tests.field.tiny_family import tiny_family
@@ -85,15 +84,12 @@ def test_what_a_trace_says_of_the_path() -> None:
     model = cp.load_model(tiny_family("bloom"))
     trace = cp.run(model, [[1, 2, 3]], max_new_tokens=3, window=2, group=1, capacity=32, progress=False)
     assert trace.fingerprint["path"] == "plain"
-    assert trace.meta["path_reason"] == "plain: TransformerBridge's forward of it does not take our KV cache"
-    assert choose_path(model, "plain")[0] is model
-    with pytest.raises(ValueError, match="unknown path 'plain'"):
-        choose_path(loaded("llama"), "plain")
+    assert trace.meta["path_reason"] == "plain: no hook is set"
 
 
 def test_positions_of_another_sequence_are_noticed() -> None:
     """A family that takes every position from the first sequence is wrong in a batch only."""
-    plain = PlainLM(copy.deepcopy(hf_model("llama")), None, "llama")
+    plain = PlainLM(copy.deepcopy(hf_model("gemma3")), None, "gemma3")
     forward = plain.model.forward
 
     def of_first(token_ids: Tensor, position_ids: Tensor | None = None, **more: object) -> object:
@@ -136,5 +132,5 @@ def test_without_transformer_lens_the_plain_model_runs() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     expected = cp.run(loaded("llama"), [[1, 2, 3]], max_new_tokens=4, window=2, group=1, capacity=32, progress=False)
-    assert f"plain plain: transformer-lens is not installed {expected.committed(0)}" in done.stdout
+    assert f"plain plain: no hook is set {expected.committed(0)}" in done.stdout
     assert "needs transformer-lens" in done.stdout

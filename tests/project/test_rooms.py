@@ -12,7 +12,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.engine.model_runner import ModelRunner
-from cacheprobe.models.fast.lm import FastLM
+from cacheprobe.models.plain.lm import PlainLM
 from tests.project.counting import LIMITS, docs, lines_of_code, over_the_limits, project, words_over_the_limits
 from tests.project.test_structure import source_files
 from tests.tiny import hf_model
@@ -127,7 +127,7 @@ MOST_FRAMES = LIMITS["cacheprobe"]["frames"]
 def counted_frames() -> Iterator[dict[str, set[int]]]:
     """Inside the `with`, collects by phase how many functions, with decorators, each forward pass needs."""
     found: dict[str, set[int]] = {}
-    forward = FastLM._forward
+    forward = PlainLM._forward
     begins, runs_a_pass = (inspect.unwrap(function).__code__ for function in (cp.run, ModelRunner.run))
 
     def counting(*args: object, **settings: object) -> object:
@@ -143,7 +143,7 @@ def counted_frames() -> Iterator[dict[str, set[int]]]:
         return forward(*args, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FastLM, "_forward", counting)
+        patch.setattr(PlainLM, "_forward", counting)
         yield found
 
 

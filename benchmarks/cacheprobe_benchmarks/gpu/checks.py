@@ -13,7 +13,7 @@ from cacheprobe.core.config import DETERMINISMS
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.engine.shapes import ShapeRefused
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import bitwise
 from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.trace.trace import Trace
@@ -21,8 +21,8 @@ from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
 
 SIZE = Size(vocab=1024, hidden=256, mlp=512, layers=4, heads=4, initializer_range=0.1)
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [30, 20, 10, 0]]
-SHAPE = dict(window=4, group=2, capacity=64, prefill_chunk=8, path="fast")
-"""The path is required: a fast forward that failed its trial would leave the run to the bridge and to torch."""
+SHAPE = dict(window=4, group=2, capacity=64, prefill_chunk=8, path="plain")
+"""The path is required: a hook would leave the run to the bridge and to torch."""
 MOST_APART = 1e-4
 """Of a state's largest number, in float32: sums of four blocks are reordered."""
 
@@ -38,7 +38,7 @@ class PlantedProduct(KernelSet):
         return out
 
 
-def model_on(device: str, size: Size = SIZE, products: str = "kernels") -> BridgeLM:
+def model_on(device: str, size: Size = SIZE, products: str = "kernels") -> PlainLM:
     """Returns a random llama-like model in float32 on a device."""
     return cp.load_model(tiny_model(size=size).to(device), products=products)
 

@@ -13,6 +13,7 @@ passes of deterministic requests.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -21,10 +22,9 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.kvcache.staged import PassAttention
-from cacheprobe.models.fast.lm import FastLM
 from cacheprobe.models.fast.operations import QueuedOperations
 from cacheprobe.models.fast.prepared import PreparedOperations
-from cacheprobe.models.paths import choose_path
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.attention import AttentionSpans, spans_of_positions
 from cacheprobe.ops.readout import read_logits
 from cacheprobe.trace.recording.lens_reader import LENS_TILE
@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = dict(repeats=1)
 NOT_HERE = "not used on this processor"
 
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "modules": lambda: patch.object(FastLM, "_functional_forward", lambda *asked: None),
+    "modules": lambda: patch.object(PlainLM, "_functional_forward", lambda *asked: None),
     "prepared": lambda: patch.object(PreparedOperations, "run_blocks", QueuedOperations.run_blocks),
 }
 """By optimisation: switches it off."""
@@ -58,8 +58,9 @@ def run(rounds: int, repeats: int = 20) -> dict[str, Any]:
     found: dict[str, dict[str, float | str]] = {name: {} for name in (*WITHOUT, "products", "readings")}
     with torch.inference_mode(), measuring(len(DTYPES) * len(SHAPES)) as bar:
         for dtype in DTYPES:
-            model = _fast(dtype)
-            plain = _fast(dtype, "torch") if model.operations else None
+            load = partial(cp.load_model, "smollm2-135m", dtype=dtype, progress=False)
+            model = load()
+            plain = load(products="torch") if model.operations else None
             found["readings"][dtype] = gain(*_readings(model), rounds * repeats) if plain else NOT_HERE
             for said, shape in SHAPES.items():
                 key, usual = f"{dtype} {said}", _pass(model, *shape)
@@ -82,13 +83,7 @@ def gain(usual: Callable[[], object], without: Callable[[], object], pairs: int)
     return round(median(ratios[1:]), 2)
 
 
-def _fast(dtype: str, products: str = "auto") -> FastLM:
-    model, _ = choose_path(cp.load_model("smollm2-135m", dtype=dtype, products=products, progress=False))
-    assert isinstance(model, FastLM)
-    return model
-
-
-def _readings(model: FastLM) -> tuple[Callable[[], object], Callable[[], object]]:
+def _readings(model: PlainLM) -> tuple[Callable[[], object], Callable[[], object]]:
     """Returns two functions that read one tile of states: the loops, and torch's operations."""
     states = torch.randn(LENS_TILE, model.d_model).to(model.dtype)
     targets = torch.arange(LENS_TILE) % model.d_vocab
@@ -99,7 +94,7 @@ def _readings(model: FastLM) -> tuple[Callable[[], object], Callable[[], object]
 
 
 def _pass(
-    model: FastLM,
+    model: PlainLM,
     requests: int,
     width: int,
     start: int,

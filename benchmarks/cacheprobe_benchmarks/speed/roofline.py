@@ -21,8 +21,8 @@ class Roofline:
 
     @classmethod
     def of(cls, model: CachedLM, rates: Rates) -> "Roofline":
-        """Returns the Roofline of a Hugging Face model. model: its bridge."""
-        plain = model.bridge.original_model
+        """Returns the Roofline of a Hugging Face model."""
+        plain = model.live
         head = model.unembedding
         inner = sum(part.numel() for name, part in plain.named_parameters() if part.ndim == 2 and "embed" not in name)
         inner -= sum(part.numel() for name, part in plain.named_parameters() if "lm_head" in name)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.readout import read_logits
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.machine import machine, measuring
@@ -38,7 +38,7 @@ def run(rounds: int, *, requests: int = 16, new_tokens: int = NEW_TOKENS) -> dic
     return measure(hf, model, [prompt[: min(map(len, ids))] for prompt in ids], rounds, new_tokens)
 
 
-def measure(hf: HuggingFace, model: BridgeLM, prompts: list[list[int]], rounds: int, new_tokens: int) -> dict[str, Any]:
+def measure(hf: HuggingFace, model: PlainLM, prompts: list[list[int]], rounds: int, new_tokens: int) -> dict[str, Any]:
     """The same of models that are loaded, and prompts of one length."""
     arms: dict[str, Callable[[], float]] = {
         "ours": lambda: _ours(model, prompts, new_tokens),
@@ -92,7 +92,7 @@ def _bytes(tensors: list[Tensor]) -> float:
     return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
-def _ours(model: BridgeLM, prompts: list[list[int]], new_tokens: int) -> float:
+def _ours(model: PlainLM, prompts: list[list[int]], new_tokens: int) -> float:
     sampling = cp.SamplingParams(stop_token_ids=(), max_new_tokens=new_tokens)
     trace = cp.run(model, prompts, sampling=sampling, progress=False, capture="STCZ", **SHAPE)
     return _bytes([trace.store.all_of(site, layer) for site in trace.store.sites for layer in trace.store.layers])
@@ -129,7 +129,7 @@ def _hidden_states(hf: HuggingFace, prompts: list[list[int]], new_tokens: int) -
     return _bytes([states for step in out.hidden_states for states in step])
 
 
-def _transformer_lens(model: BridgeLM, prompts: list[list[int]], new_tokens: int) -> float:
+def _transformer_lens(model: PlainLM, prompts: list[list[int]], new_tokens: int) -> float:
     bridge = model.bridge
     with torch.inference_mode():
         ids = bridge.generate(

@@ -1,7 +1,7 @@
 """What sharing saves: a patching grid of the residual stream against TransformerLens' own sweep of the same grid.
 
 SmolLM2 in float32, all layers x all positions of a pair of 23 tokens, in one process with the same threads. Theirs is
-`transformer_lens.patching.get_act_patch_resid_pre` on the bridge whose weights our fast forward shares. Two
+`transformer_lens.patching.get_act_patch_resid_pre` on the bridge whose weights our plain model shares. Two
 pairs: a coin that lies heads and one that lies tails, where what stands before that word is the same in both runs and
 costs us nothing; and the same with another first token too, so that every cell has to be computed. The first pair is
 swept in float64 as well, by both, to tell whose roundings the difference is.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.tasks.coin_flip import ANSWERS, coin_question
 from cacheprobe_benchmarks.shared.machine import machine, measuring, say
 from cacheprobe_benchmarks.states.patching_precision import SWEEPS, apart, farthest_apart, our_sweep, precision, sanity
@@ -73,10 +73,10 @@ def run(rounds: int, *, tokens: int = TOKENS) -> dict[str, Any]:
 
 
 def compare(
-    model: BridgeLM, clean: Sequence[int], corrupt: Sequence[int], answer: tuple[int, int], rounds: int
+    model: PlainLM, clean: Sequence[int], corrupt: Sequence[int], answer: tuple[int, int], rounds: int
 ) -> Compared:
     """Both sweeps of one pair: seconds, the ratio of medians, and how far apart the numbers are."""
-    our_sweep(model, clean, corrupt, answer)  # once untimed: the fast forward is built and tried
+    our_sweep(model, clean, corrupt, answer)  # once untimed
     with torch.inference_mode():
         model.bridge(torch.tensor([clean]))
     seconds: dict[str, list[float]] = {name: [] for name in SWEEPS}

@@ -8,20 +8,20 @@ from transformer_lens.patching import get_act_patch_resid_pre
 
 import cacheprobe as cp
 from cacheprobe.edits.patching.cells import run_once
-from cacheprobe.models.hf.bridge import BridgeLM
+from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.settings import keeping_float64
 
 Text = Sequence[int]
 Pair = tuple[int, int]
 
 
-def our_sweep(model: BridgeLM, clean: Text, corrupt: Text, answer: Pair, path: str = "auto") -> Tensor:
+def our_sweep(model: PlainLM, clean: Text, corrupt: Text, answer: Pair, path: str = "auto") -> Tensor:
     """[l, t] logit differences of every cell, in float64 of the model's own logits."""
     grid = cp.patching.activation(model, clean, corrupt, site="pre", answer=answer, path=path, progress=False)
     return torch.tensor(grid.matrix("logit_difference").to_numpy())
 
 
-def their_sweep(model: BridgeLM, clean: Text, corrupt: Text, answer: Pair) -> Tensor:
+def their_sweep(model: PlainLM, clean: Text, corrupt: Text, answer: Pair) -> Tensor:
     """The same by `transformer_lens.patching`, whose own table of what cells say is in float32: they are noted here.
 
     In float64 what TransformerLens and transformers round to float32 is left as it is: norms, rotations, softmaxes.
@@ -47,7 +47,7 @@ def apart(found: Tensor, wanted: Tensor) -> float:
 
 
 def precision(
-    narrow: BridgeLM, wide: BridgeLM, clean: Text, corrupt: Text, answer: Pair, found: Mapping[str, Tensor]
+    narrow: PlainLM, wide: PlainLM, clean: Text, corrupt: Text, answer: Pair, found: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """Distances between sweeps of one grid, as `apart` has them.
 
@@ -74,7 +74,7 @@ def step(value: Tensor) -> Tensor:
     return torch.nextafter(value, torch.full_like(value, torch.inf)) - value
 
 
-def sanity(model: BridgeLM, clean: Text, corrupt: Text, answer: Pair) -> dict[str, float]:
+def sanity(model: PlainLM, clean: Text, corrupt: Text, answer: Pair) -> dict[str, float]:
     """How far NLD is from 1 where everything is patched, and from 0 where nothing is: the largest over all layers.
 
     one_step: what the last bit of a logit is in NLD, which divides by how far apart the texts put the answers.
@@ -94,12 +94,12 @@ def sanity(model: BridgeLM, clean: Text, corrupt: Text, answer: Pair) -> dict[st
     }
 
 
-def farthest_apart(model: BridgeLM, clean: Text, corrupt: Text) -> Pair:
+def farthest_apart(model: PlainLM, clean: Text, corrupt: Text) -> Pair:
     """The two tokens between whose logits the texts make the largest difference."""
     ends = (run_once(model, tuple(text)).logits for text in (clean, corrupt))
     gain = next(ends).double() - next(ends).double()
     return int(gain.argmax()), int(gain.argmin())
 
 
-Sweep = Callable[[BridgeLM, Text, Text, Pair], Tensor]
+Sweep = Callable[[PlainLM, Text, Text, Pair], Tensor]
 SWEEPS: dict[str, Sweep] = {"ours": our_sweep, "transformerlens": their_sweep}

@@ -8,7 +8,6 @@ hook point of TransformerLens, or a block as nnsight names it, which name the la
 import dataclasses
 import math
 import re
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Unpack, runtime_checkable
@@ -21,6 +20,7 @@ from cacheprobe.core.hook_names import RECURRENT, place_of
 from cacheprobe.core.records import Request
 from cacheprobe.edits.interventions.base import Acting, Intervention, OnRequest, Where, as_wide, checked_fields
 from cacheprobe.lenses.dictionaries.files import first_bytes
+from cacheprobe.models.quantised.gguf import read_header
 
 
 @runtime_checkable
@@ -192,11 +192,6 @@ def _checked_states(states: Tensor, what: str) -> Tensor:
 
 GGUF_KEY = re.compile(r"direction\.(\d{1,4})")
 KEY = re.compile(r"(?:\D*\.)?(\d{1,4})")
-MOST_KEYS, MOST_LETTERS = 10_000, 2**20
-"""Of a gguf file's header."""
-_TEXT, _LIST = 8, 9
-_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1}
-"""By the number of a value's type; the others take 8."""
 MOST_NUMBERS = 2**28
 """In one file, 1 GiB in float32: more is no steering vector."""
 
@@ -250,13 +245,12 @@ def _safetensors(path: Path) -> Iterator[tuple[int, Tensor]]:
 def _gguf(path: Path) -> Iterator[tuple[int, Tensor]]:
     from gguf import GGUFReader, dequantize
 
+    if sum(read_header(path).elements.values()) > MOST_NUMBERS:
+        raise ValueError(f"{path} holds more than {MOST_NUMBERS} numbers: it is a model, not a steering vector")
     try:
-        _require_short_header(path)
         tensors = GGUFReader(path).tensors
     except Exception as error:  # the reader has no class of errors of its own
         raise ValueError(f"{path} is no whole gguf file ({type(error).__name__}: {error!s:.120})") from error
-    if sum(int(tensor.n_elements) for tensor in tensors) > MOST_NUMBERS:
-        raise ValueError(f"{path} holds more than {MOST_NUMBERS} numbers: it is a model, not a steering vector")
     for tensor in tensors:
         if (found := GGUF_KEY.fullmatch(tensor.name)) is None:
             raise ValueError(f"{path}: tensor {tensor.name!r:.60} is not named direction.LAYER: no control vector")
@@ -265,32 +259,3 @@ def _gguf(path: Path) -> Iterator[tuple[int, Tensor]]:
         except (NotImplementedError, ValueError) as error:
             raise ValueError(f"{path}: {tensor.name} is of a type that is not read ({error!s:.80})") from error
         yield int(found[1]), torch.from_numpy(numbers.copy()).float()
-
-
-def _require_short_header(path: Path) -> None:
-    """Raises: ValueError if a gguf file's header promises more keys, tensors or values of a list than a control vector
-    has; the library would read as many. struct.error for a truncated header."""
-    with path.open("rb") as file:
-
-        def number(form: str) -> int:
-            (value,) = struct.unpack(f"<{form}", file.read(struct.calcsize(form)))
-            return value
-
-        def text() -> None:
-            if (length := number("Q")) > MOST_LETTERS:
-                raise ValueError(f"a text of {length} bytes")
-            file.seek(length, 1)
-
-        file.seek(8)  # the mark and the version
-        tensors, keys = number("Q"), number("Q")
-        if max(tensors, keys) > MOST_KEYS:
-            raise ValueError(f"{tensors} tensors and {keys} keys")
-        for _ in range(keys):
-            text()
-            kind, count = number("I"), 1
-            if kind == _LIST:
-                kind, count = number("I"), number("Q")
-            if count > MOST_KEYS or kind == _LIST:
-                raise ValueError(f"a list of {count} values")
-            for _ in range(count):
-                text() if kind == _TEXT else file.seek(_VALUE_BYTES.get(kind, 8), 1)

@@ -28,7 +28,7 @@ class GridOptions(TypedDict, total=False):
     store: "str | Path | None"
     """A folder for finished cells, from which the same call resumes."""
     path: str
-    """"fast", "bridge" or "auto", as in `cp.run`."""
+    """"plain", "bridge" or "auto", as in `cp.run`."""
     progress: bool
     """Whether to draw a progress bar on a terminal."""
 
@@ -84,14 +84,14 @@ def as_layers(layers: "Iterable[int] | None", model: CachedLM, sites: Iterable[s
 
 
 def as_positions(positions: "Iterable[int] | None", length: int) -> tuple[int, ...]:
-    """Returns the positions of the grid as a tuple; None means all. Raises: ValueError for none, or one not in 0 to
-    length - 1."""
+    """Returns the positions of the grid as a tuple; None means all. Raises: ValueError for an empty list, or a
+    position not in 0 to length - 1."""
     return _numbers(positions, length, "position", "the prompt")
 
 
 def _numbers(given: "Iterable[int] | None", count: int, noun: str, whole: str) -> tuple[int, ...]:
-    """Returns the distinct given numbers as a tuple; 0 to count - 1 for None. Raises: ValueError for none, or one out
-    of range."""
+    """Returns the distinct given numbers as a tuple; 0 to count - 1 for None. Raises: ValueError for an empty list, or
+    a number out of range."""
     chosen = range(count) if given is None else [whole_number(f"{noun}s: a {noun}", x) for x in listed(given)]
     if not chosen:
         raise ValueError(f"there is no {noun}, so the grid is empty; leave out {noun}s= for all")

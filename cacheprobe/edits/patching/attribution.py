@@ -16,7 +16,7 @@ from cacheprobe.edits.patching.grid import PatchingGrid, difference, pair_meta
 from cacheprobe.edits.patching.pairs import PatchedPair, activation
 from cacheprobe.edits.patching.sweep import as_tokens, unpatched
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.hf.differentiable import bridge_of, derivatives
+from cacheprobe.models.hf.differentiable import derivatives, require_gradients
 from cacheprobe.models.prompts import Prompt
 from cacheprobe.ops.statistics import cell_correlations
 
@@ -50,14 +50,14 @@ def attribution(
     difference), estimated_nld (0 as in the corrupted run, 1 as in the clean one), then the columns of `activation`.
     Its meta has steps, and pearson and spearman over the cells; None if either grid is constant. Positions at which
     all cells of both grids are 0 do not count, such as those before the first token that differs.
-    Raises: as `activation`; ModelError for a model without a TransformerBridge; ValueError for steps below 0.
+    Raises: as `activation`; ModelError for a Thinking States model; ValueError for steps below 0.
     Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024 (arXiv 2403.00745), section 2; integrated gradients,
     Sundararajan et al. 2017 (arXiv 1703.01365), of activations as in Hanna et al. 2024 (arXiv 2403.17806).
     Twin: tests.twins.gradients_slowly.attribution_slowly: central differences, close(1e-6) in float64.
     """
     place = patched_place(site, heads)
     count = whole_number("steps", steps, at_least=0)
-    bridge_of(model)
+    require_gradients(model)
     pair = PatchedPair(model, clean, corrupt, answer, (place,), options)
     runs, metrics = pair.runs, _metrics(pair.answer, len(pair.runs[0].token_ids))
     total = len(metrics) * (len(pair.layers) if count else 1)

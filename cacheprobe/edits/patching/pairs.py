@@ -142,7 +142,7 @@ def activation(
     tokens; by default the first choices of the two runs. An answer of several tokens is scored whole: its
     log-probability, the sum over its tokens, takes the place of the logit.
     options, the keywords of GridOptions: layers and positions of the grid, None for all; store, a folder for finished
-    cells, from which the same call resumes; path, "fast", "bridge" or "auto", as in `cp.run`; progress.
+    cells, from which the same call resumes; path, "plain", "bridge" or "auto", as in `cp.run`; progress.
     The PatchingGrid's table has layer, position, head (if requested), token, logit_difference, nld (normalised logit
     difference), flip, logprob_nats.
     Raises: ValueError for prompts of different length, equal prompts, an unknown site, layer or position, heads at

@@ -18,6 +18,7 @@ from cacheprobe.kvcache.recurrent import copy_states
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.settings import live_model
 
 _PROBE_TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs; isn't it 2024?",
@@ -64,10 +65,10 @@ class DraftModel(Drafter):
         """Raises: ValueError if the draft model is the verified model, or if it encodes one of three test texts
         differently. If one of the two has no tokenizer, the vocabularies must have one size.
 
-        Also chooses, by `models.paths.choose_path`, whether the draft model runs on its bridge or its fast forward.
+        Also chooses, by `models.paths.choose_path`, whether the draft model runs plain or on its bridge.
         """
         ours = self.model
-        if _weights(ours) is _weights(model):
+        if live_model(ours) is live_model(model):
             raise ValueError(
                 f"DraftModel holds {model.name} itself, the very weights that it would draft for, and its passes would "
                 "be taken for the verifier's; use FastPath, or load a second model"
@@ -210,12 +211,6 @@ class _Fed:
 
     cache_row: int
     token_ids: list[int] = field(default_factory=list)
-
-
-def _weights(model: CachedLM) -> object:
-    """Returns the object that identifies a model's weights; a bridge and its fast forward give the same one."""
-    model = getattr(model, "origin", model)
-    return getattr(model, "bridge", model)
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -199,7 +199,8 @@ def of_trace(
     """Returns the probe examples of a trace of task prompts: labels from the task, and the captured states of their
     rows.
 
-    at: the places, as in `labelled`.  untrained, embedding: baselines, as in `fit`.
+    at: "event", the end of each operation, or positions of tokens, as in `labelled`.  untrained, embedding: baselines,
+    as in `fit`.
     Raises: ProbeError for a site or layer that was not captured, and for an untrained run of other prompts; ValueError
     as in `labelled`.
     """

@@ -1,2 +1,2 @@
-"""Implements the fast forward of Hugging Face models (`FastLM`): fused attention on the bridge's weights, without the
-bridge's hooks."""
+"""Computes the forward of a plain transformers model faster than its modules do: by operations in compiled loops or
+kernels, and without calling modules."""

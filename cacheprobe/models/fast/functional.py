@@ -16,9 +16,9 @@ from torch.nn.functional import layer_norm
 
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.staged import StagedCache
-from cacheprobe.models.fast.operations import Affine, Listeners, Masks, Operations, PassInputs, Rotation
+from cacheprobe.models.fast.operations import Affine, Listeners, Masks, Operations, PassInputs, Rotation, affine
 from cacheprobe.models.hf.attention import ATTENTION
-from cacheprobe.models.weights import Norm, is_conv
+from cacheprobe.models.weights import Norm
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -39,7 +39,7 @@ class FunctionalForward(ABC):
     """Computes a model's forward over a KVCache without calling the model's modules (abstract). Each subclass computes
     the blocks of some model families.
 
-    Twin: the model's own modules (`FastLM` with functional=False), bitwise, for logits, states, keys and values.
+    Twin: the model's own modules (`PlainLM` with `is_functional` False), bitwise, for logits, states, keys and values.
     """
 
     model: LiveModule
@@ -158,11 +158,6 @@ class FunctionalLlama(FunctionalForward):
         (mlp_out,) = operations.products(operations.gated(gate, up, block.activation), (block.down,))
         operations.pass_on(mlp_out, listeners.get(("C", layer), ()))
         return operations.added(stream, mlp_out)
-
-
-def affine(module: LiveModule) -> Affine:
-    """Returns the present tensors of a linear layer."""
-    return Affine(module.weight.T if is_conv(module) else module.weight, module.bias)
 
 
 def _norm(module: LiveModule) -> Norm:
@@ -307,3 +302,7 @@ def _rotated(values: Float[Tensor, "b t h d"], cos: Tensor, sin: Tensor) -> Tens
     to_rotate, rest = values[..., : cos.shape[-1]], values[..., cos.shape[-1] :]
     first, second = to_rotate.chunk(2, -1)
     return torch.cat((to_rotate * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+
+FUNCTIONAL = (FunctionalLlama, FunctionalGPT)
+"""Classes that compute a forward without calling modules; each supports some model families."""

@@ -1,5 +1,6 @@
 """Defines the operations of which a forward consists, computed by torch, by compiled loops, or by Triton kernels."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.hf.attention import attend_over_cache
 from cacheprobe.models.hf.masks import sliding_window, text_config
-from cacheprobe.models.weights import Norm, rms_norm_of
+from cacheprobe.models.weights import Norm, is_conv, rms_norm_of
 from cacheprobe.ops.attention import attend_by_request
 from cacheprobe.ops.compiled.attention import serves
 from cacheprobe.ops.compiled.operations import CompiledProduct
@@ -161,7 +162,7 @@ class QueuedOperations(Operations):
     def takes(self, values: Tensor) -> bool:
         """Returns True if the loops can compute with `values`: of the model's dtype, on the CPU, without gradients."""
         is_plain = values.dtype == self._queue.dtype and values.device.type == "cpu"
-        return is_plain and not (torch.is_grad_enabled() and values.requires_grad)
+        return is_plain and not _needs_gradient(values)
 
     def silu(self, values: Tensor) -> Tensor:
         """Queues silu(values); returns the result."""
@@ -229,18 +230,50 @@ def is_silu(activation: LiveModule) -> bool:
     return isinstance(activation, nn.SiLU | SiLUActivation)
 
 
-def replace_forward(module: LiveModule, operations: Operations) -> None:
-    """Makes a module that is an RMSNorm, or a SiLU that the loops compute, compute with `operations`; others stay as
-    they are. Inputs that `operations` does not take are computed by the module's own forward."""
-    if rms_norm_of(module) is not None:
+def replace_forward(module: LiveModule, product: Product | None, operations: Operations | None) -> None:
+    """Makes a module compute with other operations, or again by its own forward if there are none: a linear layer with
+    `product`; an RMSNorm, or a SiLU that the loops compute, with `operations`. Other modules stay as they are, and
+    inputs that need a gradient, or that `operations` does not take, are computed by the module's own forward."""
+    if _is_replaced(module):
+        del vars(module)["forward"]
+    if product is not None and (type(module) is nn.Linear or is_conv(module)):
+        vars(module)["forward"] = partial(_linear_by, product, module, module.forward)
+    elif operations is not None and rms_norm_of(module) is not None:
         vars(module)["forward"] = partial(_norm_by, operations, module, module.forward)
     elif is_silu(module) and isinstance(operations, QueuedOperations):
         vars(module)["forward"] = partial(_silu_by, operations, module.forward)
 
 
+def without_operations(module: LiveModule) -> LiveModule:
+    """Returns a module with the same parameters whose forward is its class's own, if `replace_forward` replaced it;
+    another module unchanged."""
+    if not _is_replaced(module):
+        return module
+    own = copy.copy(module)
+    del vars(own)["forward"]
+    return own
+
+
+def _is_replaced(module: LiveModule) -> bool:
+    return getattr(vars(module).get("forward"), "func", None) in (_linear_by, _norm_by, _silu_by)
+
+
+def affine(module: LiveModule) -> Affine:
+    """Returns the present tensors of a linear layer."""
+    return Affine(module.weight.T if is_conv(module) else module.weight, module.bias)
+
+
+def _linear_by(product: Product, module: LiveModule, own: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    return own(values) if _needs_gradient(values) else product(values, *affine(module))
+
+
+def _needs_gradient(values: Tensor) -> bool:
+    return torch.is_grad_enabled() and values.requires_grad
+
+
 def _norm_by(operations: Operations, module: LiveModule, own: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     norm = rms_norm_of(module)
-    if norm is None or not operations.takes(values):
+    if norm is None or _needs_gradient(values) or not operations.takes(values):
         return own(values)
     out = operations.norm(values.contiguous(), norm)
     operations.finish()

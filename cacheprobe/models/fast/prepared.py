@@ -67,7 +67,9 @@ class PreparedOperations(QueuedOperations):
         """None for a shape that occurred once."""
 
     def run_blocks(self, model: BlockForward, inputs: PassInputs) -> Tensor:
-        """Returns the residual stream [b, t, m] after the blocks of a model."""
+        """Returns the residual stream [b, t, m] after the blocks of a model. The operations of the first pass of a
+        shape are queued; the second one prepares them, and later ones run what is prepared. The shape that was not used
+        for longest is dropped."""
         cache, (batch, width) = inputs.cache, inputs.stream.shape[:2]
         spans = cache.spans
         if spans is None or not self._can_prepare or not _is_preparable(inputs):

@@ -1,2 +1,2 @@
 """Holds what all models around a transformers model share, and the model that runs through TransformerLens'
-TransformerBridge: hooks may edit its activations, and its results are the reference for the fast forward."""
+TransformerBridge: hooks may edit its activations, and its results are the reference for the plain model."""

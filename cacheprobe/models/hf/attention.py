@@ -5,18 +5,20 @@ If the cache's `spans` is set, attention runs request by request, so that result
 whole batch runs in one call.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from types import MappingProxyType
 
 from torch import Tensor
 from transformers import AttentionInterface
 
+from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import ModelError
-from cacheprobe.ops.attention import AttentionSpans, attend_by_request, attend_together, first_slots
+from cacheprobe.ops.attention import AttentionSpans, attend_by_request, attend_together, attention_pattern, first_slots
 
 ATTENTION = "cacheprobe"
 """Our name in transformers' table of attention functions."""
@@ -30,12 +32,20 @@ Attend = Callable[[int, Tensor, float | None], Tensor]
 which the layer has written its keys and values."""
 
 
-class _Calls:
-    """Holds the `spans` and the `attend` of the current forward, and the layers that have used cacheprobe's attention;
-    DiffLlama's use it twice each."""
+OF_ATTENTION: Mapping[str, Callable[..., Tensor]] = {PATTERN: attention_pattern}
+"""Sites that only the attention function sees -> function of its queries, keys and values by request, mask, spans,
+scale, softcap and sinks that returns the site's tensor."""
 
-    def __init__(self, spans: AttentionSpans | None, attend: Attend | None) -> None:
-        self.spans, self.attend = spans, attend
+AttentionListeners = Mapping[int, Mapping[str, Sequence[Callable[[Tensor], None]]]]
+"""Functions that take the tensors of OF_ATTENTION's sites: by id of the attention module, then by site."""
+
+
+class _Calls:
+    """Holds the `spans`, the `attend` and the listeners of the current forward, and the layers that have used
+    cacheprobe's attention; DiffLlama's use it twice each."""
+
+    def __init__(self, spans: AttentionSpans | None, attend: Attend | None, listeners: AttentionListeners) -> None:
+        self.spans, self.attend, self.listeners = spans, attend, listeners
         self.layers = set[int]()
 
 
@@ -43,15 +53,20 @@ _calls: ContextVar[_Calls | None] = ContextVar("cacheprobe_attention", default=N
 
 
 @contextmanager
-def attending(spans: AttentionSpans | None, num_layers: int, attend: Attend | None = None) -> Iterator[None]:
+def attending(
+    spans: AttentionSpans | None,
+    num_layers: int,
+    attend: Attend | None = None,
+    listeners: AttentionListeners = MappingProxyType({}),
+) -> Iterator[None]:
     """Makes a transformers model that uses cacheprobe's attention attend as `spans` says, for one forward inside the
     `with`: request by request over the slots in `spans`, or the whole batch in one call if `spans` is None. If given,
-    `attend` computes the attention instead.
+    `attend` computes the attention instead.  listeners: see `AttentionListeners`.
 
     Raises: ModelError, if `spans` is given, unless exactly `num_layers` layers used this attention: other layers may
     have computed all requests in one call.
     """
-    calls = _Calls(spans, attend)
+    calls = _Calls(spans, attend, listeners)
     token = _calls.set(calls)
     try:
         yield
@@ -94,12 +109,21 @@ def _interface(
     if attention_mask is None:
         raise ModelError(f"{type(module).__name__} attends without a mask")
     calls = _calls.get()
+    cached = partial(first_slots, key, value)
+    for site, functions in (calls.listeners.get(id(module), {}) if calls is not None else {}).items():
+        assert calls is not None
+        if id(module) in calls.layers:
+            raise ModelError(
+                f"{type(module).__name__} attends more than once, so no single {site} is there; leave it out"
+            )
+        seen = OF_ATTENTION[site](query, cached, attention_mask, calls.spans, scaling, softcap, s_aux)
+        for function in functions:
+            function(seen)
     if calls is not None and calls.attend is not None and s_aux is None:
         out = calls.attend(int(module.layer_idx), query, scaling)
     elif calls is None or calls.spans is None:
         out = attend_together(query, key, value, attention_mask, scaling, softcap, s_aux)
     else:
-        cached = partial(first_slots, key, value)
         out = attend_by_request(query, cached, attention_mask, calls.spans, scaling, softcap, s_aux)
     if calls is not None:
         calls.layers.add(id(module))

@@ -23,13 +23,10 @@ from cacheprobe.models.base import HeadWriter, ModelError, OutputParts
 from cacheprobe.models.experts import own_experts, use_invariant_experts
 from cacheprobe.models.hf.cache import KVCacheAdapter, ShapeProbe, forward_inputs
 from cacheprobe.models.hf.lm import Head, HookedSites, HuggingFaceLM
-from cacheprobe.models.quantised.packed import packed_modules
+from cacheprobe.models.hf.masks import context_length, text_config
+from cacheprobe.models.hf.shared import bridge_around, remember_bridge, require_dense, require_no_other_bridge
 from cacheprobe.models.settings import evaluating, keeping_float64, one_at_a_time
 from cacheprobe.models.weights import head_weights, output_rows
-
-_WRAPPED = "_cacheprobe_bridge"
-"""Key in a live model's `vars` under which (the bridge that wraps the model, the checksum of its weights at that time)
-is kept."""
 
 
 class BridgeLM(HookedSites, HuggingFaceLM):
@@ -38,27 +35,23 @@ class BridgeLM(HookedSites, HuggingFaceLM):
     Twin: the bridge's own uncached forward, close(1e-5) in float32; `models.checks` compares both at load, to 1e-3.
     """
 
+    path = "bridge"
     attends_by_request = False
+    plain: HuggingFaceLM | None = None
+    """The plain model of the same weights; None if the bridge alone runs them."""
 
     def __init__(
         self, bridge: TransformerBridge, name: str, weights_note: str = "", tokenizer: LiveTokenizer = None
     ) -> None:
-        if packed := packed_modules(bridge.original_model):
-            raise ModelError(
-                f"{name}: the weights of {next(iter(packed))} are packed, and a bridge reads weights as matrices; give "
-                "the transformers model itself, before a bridge is around it"
-            )
         super().__init__(bridge.original_model, tokenizer, name, weights_note)
         self.bridge = self.hooked_module = bridge
         norm: nn.Module = getattr(bridge, "ln_final", nn.Identity())  # the first GPT has none
         self.head = Head(norm, bridge.unembed, bridge.adapter.apply_output_logits_transform)
         cfg = bridge.cfg
         self.n_layers, self.d_model, self.d_vocab = int(cfg.n_layers), int(cfg.d_model), int(cfg.d_vocab)
-        self.n_ctx = int(cfg.n_ctx)
+        self.n_ctx = context_length(text_config(self.live.config))
         self.head_shape = (int(cfg.n_heads), int(cfg.d_head))
-        self.mixtures = use_invariant_experts(self.live, None)  # again in load_model, with its product
-        self.checksum_at_load = self.weights_checksum
-        self.fast_trial: object = None  # kept by models.paths
+        self.mixtures = use_invariant_experts(self.live, None)
         points = bridge.hook_dict
         if self.dtype != torch.float32:
             _keep_dtype_when_rotated(points, self.dtype)
@@ -77,23 +70,17 @@ class BridgeLM(HookedSites, HuggingFaceLM):
         elsewhere.
         """
         architecture = type(model).__name__
-        model.eval()
-        if (known := vars(model).get(_WRAPPED)) is not None:
-            bridge, checksum = known
-            wrapped = cls(bridge, name, weights_note, tokenizer)
-            wrapped.checksum_at_load = checksum
-            return wrapped
-        if any(type(module).__module__.startswith("transformer_lens") for module in model.modules()):
-            raise ModelError(f"{name}: the {architecture} is already inside a TransformerBridge; give the bridge")
-        try:
-            bridge = build_bridge_from_module(model, architecture, hf_config=model.config, model_name=name)
-        except (ValueError, TypeError, KeyError, NotImplementedError, AttributeError) as error:
-            raise ModelError(f"{name}: TransformerBridge does not take {architecture}: {error}") from error
-        if tokenizer is not None:
-            _give_tokenizer(bridge, tokenizer)
-        wrapped = cls(bridge, name, weights_note, tokenizer)
-        vars(model)[_WRAPPED] = bridge, wrapped.checksum_at_load  # no attribute: it would become a submodule
-        return wrapped
+        require_dense(model, name)
+        if (bridge := bridge_around(model)) is None:
+            require_no_other_bridge(model, name)
+            try:
+                bridge = build_bridge_from_module(model, architecture, hf_config=model.config, model_name=name)
+            except (ValueError, TypeError, KeyError, NotImplementedError, AttributeError) as error:
+                raise ModelError(f"{name}: TransformerBridge does not take {architecture}: {error}") from error
+            if tokenizer is not None:
+                _give_tokenizer(bridge, tokenizer)
+            remember_bridge(model, bridge)
+        return cls(bridge, name, weights_note, tokenizer)
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int]]:
@@ -140,12 +127,11 @@ class BridgeLM(HookedSites, HuggingFaceLM):
             out = self.bridge.forward(token_ids, **settings)
         return out if logit_slots is None or choice else out[:, list(logit_slots)]
 
-    @torch.inference_mode()
-    def whole_logits(self, token_ids: Tensor) -> Tensor:
+    def whole_forward(self, token_ids: Tensor) -> Tensor:
         """Returns the logits [b, t, v] of one forward of the bridge without our cache, masks or positions, with the
-        model's own experts."""
-        with own_experts(self.mixtures):
-            return self.bridge.forward(token_ids.to(self.device), return_type="logits")
+        model's own experts. Gradients flow back into what `editing` put into it."""
+        with own_experts(self.mixtures), evaluating(self.live):
+            return self.bridge.forward(token_ids, return_type="logits")
 
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix
@@ -170,11 +156,15 @@ class BridgeLM(HookedSites, HuggingFaceLM):
         heads = output_rows(projection).shape[1] // self.layer_shapes[layer][2]
         return HeadWriter(head_weights(projection, heads), projection.bias, norm)
 
-    @property
-    def is_processed(self) -> bool:
-        """Whether TransformerLens changed the weights."""
-        bridge: LiveModule = self.bridge
-        return bool(bridge.compatibility_mode or bridge._weights_processed)
+    def named_weights(self) -> Sequence[tuple[str, Tensor]]:
+        """Returns all parameters with their names, sorted by name; in place of those that the bridge shares with its
+        plain model, those of the plain model."""
+        if self.plain is None:
+            return super().named_weights()
+        named = self.plain.named_weights()
+        shared = {weight.untyped_storage().data_ptr() for _, weight in named}
+        own = [one for one in super().named_weights() if one[1].untyped_storage().data_ptr() not in shared]
+        return [*named, *own]
 
     def fingerprint_of_path(self) -> dict[str, str | int | float]:
         """Returns what a fingerprint says of the bridge: its attention, its version."""

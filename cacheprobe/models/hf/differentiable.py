@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS, SITES, hook_name
+from cacheprobe.core.hook_names import HEADS, SITES
 from cacheprobe.models.base import CachedLM, ModelError, StateEdit
-from cacheprobe.models.settings import evaluating, hold_model, keeping_float64
+from cacheprobe.models.paths import choose_path
+from cacheprobe.models.settings import hold_model, keeping_float64
 
-if TYPE_CHECKING:  # it loads transformer_lens, which takes seconds
+if TYPE_CHECKING:
     from cacheprobe.models.hf.bridge import BridgeLM
-    from cacheprobe.models.hf.hooked import HookPoint
+    from cacheprobe.models.plain.lm import PlainLM
 
 GRADIENT_SITES = ("pre", *SITES, HEADS)
 """Sites whose states a gradient can be taken of."""
@@ -32,19 +32,14 @@ class Derivatives:
     """By (site, layer), of the shape of the states, on their device and in their dtype."""
 
 
-def bridge_of(model: CachedLM) -> "BridgeLM":
-    """Returns the BridgeLM around a model's weights: of a BridgeLM itself, of its fast forward, the BridgeLM.
-
-    Raises: ModelError for another model, such as a Thinking States model: its forward writes thoughts, chosen tokens,
-    through which no gradient flows.
-    """
-    origin: CachedLM = getattr(model, "origin", model)
-    if not hasattr(origin, "bridge"):
+def require_gradients(model: CachedLM) -> None:
+    """Raises: ModelError for a model of whose states no gradient is taken, such as a Thinking States model: its forward
+    writes thoughts, chosen tokens, through which no gradient flows."""
+    if not hasattr(model, "whole_forward"):
         raise ModelError(
-            f"{getattr(model, 'name', type(model).__name__)} has no TransformerBridge, so no gradient is taken of its "
+            f"{getattr(model, 'name', type(model).__name__)} is no transformers model, so no gradient is taken of its "
             "states; use a Hugging Face model from cp.load_model(...)"
         )
-    return cast("BridgeLM", origin)
 
 
 def derivatives(
@@ -55,33 +50,34 @@ def derivatives(
     about: str,
     edit: StateEdit | None = None,
 ) -> Derivatives:
-    """Runs token_ids [b, n] through the bridge in one forward without a cache, and returns the Derivatives of
+    """Runs token_ids [b, n] through the model in one forward without a cache, and returns the Derivatives of
     `metric(logits)`, with logits [b, n, v], with respect to the states at `places`, (site, layer) pairs.
 
     The gradient of a state is of everything that is computed from it later: T and C reach the logits through S. Weights
-    get no gradient. The hooks that a user set on the bridge act.
+    get no gradient. The hooks that a user set on the model act.
     about: what is differentiated, for errors.  edit: replaces the states at `places`, before the gradient is taken.
-    Raises: ModelError as `bridge_of`; ValueError if the metric does not return one finite number that depends on the
-    logits, and for a gradient that is not finite.
+    Raises: ModelError as `require_gradients`; ValueError if the metric does not return one finite number that depends
+    on the logits, and for a gradient that is not finite.
     Twin: tests.twins.gradients_slowly.gradient_slowly: central differences of plain forwards, close(1e-6) in float64.
     """
-    bridge = bridge_of(model)
+    require_gradients(model)
     wanted = list(dict.fromkeys(places))
     caught: dict[tuple[str, int], Tensor] = {}
 
-    def catch(place: tuple[str, int], value: Tensor, hook: "HookPoint") -> Tensor:
+    def catch(site: str, layer: int, value: Tensor) -> Tensor:
         """Keeps the tensor that the rest of the forward computes from, and returns it."""
-        changed = None if edit is None or place not in wanted else edit(*place, value)
+        place = site, layer
+        changed = None if edit is None or place not in wanted else edit(site, layer, value)
         value = value if changed is None else changed
-        # a replaced state begins a graph, and so does the input of block 0, if the weights are frozen
-        is_first = place == _INPUT or changed is not None
+        # a replaced state begins a graph, and so does one that nothing before it needs a gradient of
+        is_first = place == _INPUT or changed is not None or not value.requires_grad
         caught[place] = value.detach().requires_grad_() if is_first else value.view_as(value)
-        return caught[place]
+        return caught[place].clone()  # some families add to it in place
 
-    hooks = [(hook_name(*place), partial(catch, place)) for place in dict.fromkeys([_INPUT, *wanted])]
-    with hold_model(bridge), torch.inference_mode(False), torch.enable_grad(), keeping_float64(bridge.dtype):
-        with bridge.bridge.hooks(fwd_hooks=hooks), evaluating(bridge.bridge.original_model):
-            logits = bridge.bridge.forward(token_ids.clone().to(bridge.device), return_type="logits")
+    with hold_model(model), torch.inference_mode(False), torch.enable_grad(), keeping_float64(model.dtype):
+        runner = cast("BridgeLM | PlainLM", choose_path(model)[0])
+        with runner.editing(list(dict.fromkeys([_INPUT, *wanted])), catch):
+            logits = runner.whole_forward(token_ids.clone().to(runner.device))
         result = _checked_result(metric(logits), about)
         found = torch.autograd.grad(result, [caught[place] for place in wanted], allow_unused=True)
     gradients: dict[tuple[str, int], Tensor] = {}

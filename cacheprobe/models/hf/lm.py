@@ -19,6 +19,7 @@ from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache
 from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from cacheprobe.models.base import ModelError, OutputParts, StateEdit, StateSink
 from cacheprobe.models.experts import EXPERTS, MixtureLayer, capturing_routing, editing_routers, split
+from cacheprobe.models.fast.operations import without_operations
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.quantised.packed import quantised_text
 from cacheprobe.models.settings import keeping_float64, model_lock, numeric_settings, one_at_a_time
@@ -37,7 +38,7 @@ from cacheprobe.ops.readout import Readout
 
 
 class BaseLM(TokenText, ABC):
-    """Implements members of CachedLM that BridgeLM, PlainLM, FastLM and ThinkingLM share."""
+    """Implements members of CachedLM that BridgeLM, PlainLM and ThinkingLM share."""
 
     live: LiveModule
     """The module that owns the weights."""
@@ -175,7 +176,7 @@ class Head:
 
 
 class HuggingFaceLM(BaseLM):
-    """Implements members of CachedLM that BridgeLM, PlainLM and FastLM share."""
+    """Implements members of CachedLM that BridgeLM and PlainLM share."""
 
     adapter = ""
     """The adapter that load_model merged into the weights."""
@@ -220,6 +221,21 @@ class HuggingFaceLM(BaseLM):
             cache.writer = self.operations.store
         return cache
 
+    @abstractmethod
+    def whole_forward(self, token_ids: Tensor) -> Tensor:
+        """Returns the logits [b, t, v] of one forward without our cache, masks or positions, with the model's own
+        attention and experts. Gradients flow back into what `editing` put into it."""
+
+    @one_at_a_time()
+    @torch.inference_mode()
+    def whole_logits(self, token_ids: Tensor) -> Tensor:
+        """Returns the logits [b, t, v] of `whole_forward`, without gradients."""
+        return self.whole_forward(token_ids.to(self.device))
+
+    def original_logits(self, token_ids: Tensor) -> Tensor:
+        """Returns what `whole_logits` must equal: here, its own result."""
+        return self.whole_logits(token_ids)
+
     def logit_choice(self, logit_slots: Sequence[int] | None) -> dict[str, LiveModule]:
         """Returns the keyword argument {"logits_to_keep": slots} that makes the transformers model compute logits only
         for the tokens at these indices; {} if `logit_slots` is None or the model has no such argument."""
@@ -234,7 +250,7 @@ class HuggingFaceLM(BaseLM):
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits as OutputParts."""
         unembed: LiveModule = self.head.unembed
-        return OutputParts(self.head.norm, output_rows(unembed), unembed.bias, self.head.finish)
+        return OutputParts(without_operations(self.head.norm), output_rows(unembed), unembed.bias, self.head.finish)
 
     @one_at_a_time()
     @torch.inference_mode()
@@ -284,7 +300,8 @@ class HuggingFaceLM(BaseLM):
         """Returns the logits of `read_out`, up to one unit in the last place, and lets gradients flow back into
         `states`."""
         with keeping_float64(self.dtype):
-            return self.head.finish(self.head.unembed(self.head.norm(states[None])))[0]
+            normed = without_operations(self.head.norm)(states[None])
+            return self.head.finish(without_operations(self.head.unembed)(normed))[0]
 
     def fingerprint(self) -> dict[str, str | int | float]:
         """Returns a dictionary of properties of the model, the libraries and the process that may change the bits of a

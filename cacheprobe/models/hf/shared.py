@@ -1,10 +1,11 @@
-"""Rebuilds the plain Hugging Face model that is inside a TransformerBridge, with the same tensors.
+"""Makes copies of a transformers model that share its tensors, also of one inside a user's TransformerBridge.
 
-The bridge wraps a model in place: each component replaces an HF module and keeps it as a child. Walking both module
+A bridge wraps a model in place: each component replaces an HF module and keeps it as a child. Walking both module
 trees together finds the wrapped module for every module of a fresh model without weights.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import torch
@@ -15,9 +16,7 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.experts import forward_of
 from cacheprobe.models.hf.attention import ATTENTION
 from cacheprobe.models.quantised.packed import packed_copy, packed_modules
-
-WRAPPED = "_original_component"
-"""The name under which a bridge component keeps the HF module that it replaced."""
+from cacheprobe.models.weights import WRAPPED, plain_path
 
 _TENSORS = ("_parameters", "_buffers")
 
@@ -53,83 +52,144 @@ class SharedWeights:
     """Makes two copies of a transformers model share all tensors: `wrapped`, whose modules a TransformerBridge may have
     replaced, and `plain`, a model of the same transformers class as it was."""
 
-    def __init__(self, wrapped: nn.Module, plain: nn.Module) -> None:
+    def __init__(self, wrapped: LiveModule, plain: nn.Module) -> None:
         """Calls `bind`, which puts the tensors of `wrapped` into `plain`. Raises: ModelError if the two models differ
         in more than the bridge's wrappers."""
         self.wrapped, self.plain = wrapped, plain
-        self._taken: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        """(a wrapped module's dictionary, name, the tensor found there)"""
-        self._path_of: dict[int, str] = {}
+        self._mirrored: list[tuple[dict[int, object], int]] = []
+        """(a plain module's dictionary of hooks, key of a hook that is the user's)"""
         self.bind()
 
     def bind(self) -> None:
         """Puts the wrapped model's current parameters, buffers and tensor attributes into the plain model. Call `bind`
-        again if `is_current` is False. Raises: ModelError if the two models differ in more than the bridge's
-        wrappers."""
-        self._taken.clear()
-        self._path_of.clear()
-        for path, source, target in _pairs(self.wrapped, self.plain):
-            self._path_of[id(source)] = path
-            self._taken += _take_tensors(source, target, path)
-            # a tensor that is not on the "meta" device was made by a forward, such as LongRoPE's frequencies
-            plain_tensors = [
-                name
-                for name, value in vars(target).items()
-                if isinstance(value, Tensor) and (value.is_meta or name in vars(source))
-            ]
-            if lacking := sorted(set(plain_tensors) - set(vars(source))):
-                raise ModelError(f"{path or 'the model'} lacks a tensor of its class: {lacking[0]}")
-            vars(target).update({name: vars(source)[name] for name in plain_tensors})
+        again if `is_current` is False. Raises: ModelError, before anything is changed, if the two models differ in more
+        than the bridge's wrappers."""
+        pairs = list(_pairs(self.wrapped, self.plain))
+        found = [_tensors_of(source, target, path) for path, source, target in pairs]
+        self.taken = [one for taken, _ in found for one in taken]
+        """(a wrapped module's dictionary, name, the tensor found there)"""
+        for (_, _, target), (_, attributes) in zip(pairs, found, strict=True):
+            vars(target).update(attributes)
+        self._pairs, self._structure = pairs, self._present_structure()
+
+    def _present_structure(self) -> tuple[object, ...]:
+        """Returns what shows a replaced module, a replaced forward or a changed config of the wrapped model."""
+        modules = [(id(module), id(vars(module).get("forward"))) for module in self.wrapped.modules()]
+        return modules, str(self.wrapped.config)
 
     @property
     def is_current(self) -> bool:
         """True if the wrapped modules still have the same parameter and buffer objects as at the last `bind`."""
-        return all(tensors.get(name) is tensor for tensors, name, tensor in self._taken)
+        return all(tensors.get(name) is tensor for tensors, name, tensor in self.taken)
 
-    def path_of(self, original: nn.Module | None) -> str | None:
-        """Returns the dotted path, inside the plain model, of the module that corresponds to the wrapped module
-        `original`; None for an unknown module."""
-        return self._path_of.get(id(original))
+    def follow(self, name: str) -> None:
+        """Calls `bind` again if tensors or modules were replaced. name: of the model, for errors. Raises: ModelError if
+        a module has another class now, or if the config was changed."""
+        structure = self._present_structure()
+        if structure[1] != self._structure[1]:
+            raise ModelError(f"{name}: its config was changed after it was loaded; load the changed model again")
+        if structure != self._structure or not self.is_current:
+            try:
+                self.bind()
+            except ModelError as refusal:
+                raise ModelError(f"{name}: {refusal}; load the changed model again") from refusal
 
-    def kept_apart(self) -> list[str]:
-        """Returns the names of the bridge's parameters that share no memory with the parameters of the model inside the
-        bridge.
+    def mirror_hooks(self) -> str:
+        """Gives the plain modules the PyTorch hooks that the user has on the wrapped ones now, in place of those given
+        before. Returns text such as "a PyTorch hook on lm_head"; "" if there is none."""
+        for hooks, key in self._mirrored:
+            hooks.pop(key, None)
+        self._mirrored, found = [], ""
+        for path, source, target in self._pairs:
+            for kind, flags in _HOOKS.items():
+                for key, hook in vars(source)[kind].items():
+                    if not _is_of(hook, "transformer_lens", "transformers"):
+                        given = [(vars(target)[kind], hook)]
+                        given += [(vars(target)[flag], True) for flag in flags if key in vars(source)[flag]]
+                        for hooks, value in given:
+                            hooks[key] = value
+                            self._mirrored.append((hooks, key))
+                        found = found or f"a PyTorch hook on {path or 'the model'}"
+        return found
 
-        GPT-NeoX: the bridge splits the joint projection of q, k and v into copies, so an edit of one does not reach the
-        other.
-        """
-        shared = {tensor.untyped_storage().data_ptr() for _, _, tensor in self._taken}
-        named = self.wrapped.named_parameters()
-        return [plain_path(name) for name, weight in named if weight.untyped_storage().data_ptr() not in shared]
+    def apart(self, original: nn.Module) -> list[tuple[str, Tensor]]:
+        """Returns the parameters and buffers, by name, of a bridge's transformers model that share no memory with the
+        plain model. GPT-NeoX: the bridge splits the joint projection of q, k and v into copies."""
+        shared = {tensor.untyped_storage().data_ptr() for _, _, tensor in self.taken}
+        named = (*original.named_parameters(), *original.named_buffers())
+        return [(plain_path(n), tensor) for n, tensor in named if tensor.untyped_storage().data_ptr() not in shared]
 
 
-def plain_path(name: str) -> str:
-    """Returns the dotted name of a module without the parts "_original_component" that the bridge's wrappers add."""
-    return ".".join(part for part in name.split(".") if part != WRAPPED)
+_HOOKS = {
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+}
+"""A module's dictionary of hooks -> its dictionaries that say how a hook is called."""
 
 
-def _take_tensors(
+def sharing_copy(live: nn.Module) -> LiveModule:
+    """Returns a copy of a transformers model that shares its parameters and buffers, without the user's PyTorch
+    hooks."""
+    copied = copy.deepcopy(live, {id(tensor): tensor for tensor in (*live.parameters(), *live.buffers())})
+    for module in copied.modules():
+        for kind in _HOOKS:
+            kept = ((key, hook) for key, hook in vars(module)[kind].items() if _is_of(hook, "transformers"))
+            vars(module)[kind] = OrderedDict(kept)
+    return copied
+
+
+def _tensors_of(
     source: nn.Module, target: nn.Module, path: str
-) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
-    """Puts the parameters and buffers of module `source` into module `target`, without copying. Returns a list of
-    (dictionary of `source`, name, tensor)."""
-    source_tensors = [
-        (vars(source)[kind], name, tensor)
-        for kind in _TENSORS
-        for name, tensor in vars(source)[kind].items()
-        if tensor is not None
-    ]
+) -> tuple[list[tuple[dict[str, Tensor | None], str, Tensor]], dict[str, object]]:
+    """Returns ((dictionary of `source`, name, tensor) of its parameters and buffers; attributes with which `target`
+    shares them). Raises: ModelError if module `source` holds others than its class."""
+    found = [(vars(source)[kind], name) for kind in _TENSORS for name in vars(source)[kind]]
+    taken = [(held, name, held[name]) for held, name in found if held[name] is not None]
     own = {name: tensor for kind in _TENSORS for name, tensor in vars(target)[kind].items()}
-    names = {name for _, name, _ in source_tensors}
-    needed = {name for name, tensor in own.items() if tensor is not None}
+    names, needed = {name for _, name, _ in taken}, {name for name, tensor in own.items() if tensor is not None}
     if not needed <= names <= set(own):  # a layer's optional bias is None, and the bridge may fill it with zeros
         raise ModelError(f"{path or 'the model'} holds {sorted(names)}, its class {sorted(needed)}")
+    attributes: dict[str, object] = {}
     for kind in _TENSORS:
-        absent = {name: None for name in vars(target)[kind] if name not in names}
-        taken = {name: tensor for dictionary, name, tensor in source_tensors if dictionary is vars(source)[kind]}
-        vars(target)[kind].clear()
-        vars(target)[kind].update({**taken, **absent})
-    return source_tensors
+        here = {name: tensor for held, name, tensor in taken if held is vars(source)[kind]}
+        attributes[kind] = {**here, **{name: None for name in vars(target)[kind] if name not in names}}
+    # a tensor that is not on the "meta" device was made by a forward, such as LongRoPE's frequencies
+    for name, value in vars(target).items():
+        if isinstance(value, Tensor) and (value.is_meta or name in vars(source)):
+            if name not in vars(source):
+                raise ModelError(f"{path or 'the model'} lacks a tensor of its class: {name}")
+            attributes[name] = vars(source)[name]
+    return taken, attributes
+
+
+_BRIDGE = "_cacheprobe_bridge"
+"""Key in a live model's `vars` under which the bridge around it is kept: no attribute, which would become a
+submodule."""
+
+
+def bridge_around(live: nn.Module) -> LiveModule | None:
+    """Returns the bridge around a transformers model that `remember_bridge` was told of; None without one."""
+    return vars(live).get(_BRIDGE)
+
+
+def remember_bridge(live: nn.Module, bridge: nn.Module) -> None:
+    """Notes the bridge around a transformers model."""
+    vars(live)[_BRIDGE] = bridge
+
+
+def require_dense(live: nn.Module, name: str) -> None:
+    """Raises: ModelError for a transformers model with packed weights, which no bridge can read."""
+    if packed := packed_modules(live):
+        raise ModelError(
+            f"{name}: the weights of {next(iter(packed))} are packed, and a bridge reads weights as matrices; give the "
+            "transformers model itself, before a bridge is around it"
+        )
+
+
+def require_no_other_bridge(live: nn.Module, name: str) -> None:
+    """Raises: ModelError for a transformers model inside a bridge that `remember_bridge` was not told of."""
+    if bridge_around(live) is None and any(type(m).__module__.startswith("transformer_lens") for m in live.modules()):
+        raise ModelError(f"{name}: the {type(live).__name__} is already inside a TransformerBridge; give the bridge")
 
 
 def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -148,3 +208,26 @@ def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[t
     for name in target._modules:
         if name in names[1]:
             yield from _pairs(source._modules[name], target._modules[name], f"{path}.{name}" if path else name)
+
+
+def user_hooks(live: LiveModule) -> Iterator[str]:
+    """Yields text, such as "a hook on blocks.0.hook_attn_out", for each hook that the user set on a transformers model:
+    at a HookPoint of the bridge around it, or as a PyTorch forward hook on a module. Permanent hooks of TransformerLens
+    and cacheprobe, and PyTorch hooks of TransformerLens and transformers, are left out."""
+    modules, bridge = list(live.named_modules()), bridge_around(live)
+    points = {plain_path(name): module for name, module in modules if "fwd_hooks" in vars(module)}
+    if bridge is not None:
+        points = bridge.hook_dict | points
+    for name, point in points.items():
+        for handle in (*point.fwd_hooks, *point.bwd_hooks):
+            if not (handle.is_permanent and _is_of(handle.user_hook, "transformer_lens", "cacheprobe")):
+                yield f"a hook on {name}"
+    for name, module in modules:
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not _is_of(hook, "transformer_lens", "transformers"):  # HookPoints' own, and recorders
+                yield f"a PyTorch hook on {plain_path(name) or 'the model'}"
+
+
+def _is_of(function: object, *libraries: str) -> bool:
+    home = getattr(getattr(function, "func", function), "__module__", None) or ""
+    return home.split(".")[0] in libraries

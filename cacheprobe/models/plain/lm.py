@@ -1,4 +1,4 @@
-"""Runs a transformers model without a TransformerBridge, as a CachedLM.
+"""Runs a transformers model on our KVCache, as a CachedLM.
 
 This file contains no code for requests, phases or the storage of captured states.
 """
@@ -6,7 +6,7 @@ This file contains no code for requests, phases or the storage of captured state
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -17,38 +17,121 @@ from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import BlockSum, HeadWriter, ModelError
 from cacheprobe.models.experts import own_experts, use_invariant_experts
-from cacheprobe.models.fast.functional import FunctionalForward
+from cacheprobe.models.fast.functional import FUNCTIONAL, FunctionalForward, FunctionalLlama
+from cacheprobe.models.fast.operations import (
+    KernelOperations,
+    Operations,
+    QueuedOperations,
+    is_silu,
+    replace_forward,
+)
+from cacheprobe.models.fast.prepared import PreparedOperations
 from cacheprobe.models.hf.attention import ATTENTION, Attend, attending
 from cacheprobe.models.hf.cache import KVCacheAdapter, forward_inputs
-from cacheprobe.models.hf.lm import HuggingFaceLM
 from cacheprobe.models.hf.masks import context_length, text_config
-from cacheprobe.models.hf.shared import SharedWeights, empty_model, plain_path
+from cacheprobe.models.hf.shared import SharedWeights, bridge_around, empty_model, user_hooks
+from cacheprobe.models.plain.bridged import WithBridge
 from cacheprobe.models.plain.own_states import own_states
 from cacheprobe.models.plain.recurrence import RecurrentPlaces, step_by_step
-from cacheprobe.models.plain.sites import PlainSites
-from cacheprobe.models.plain.structure import find_blocks
+from cacheprobe.models.plain.structure import find_blocks, find_joints
 from cacheprobe.models.plain.watch import Watched, cache_argument, find_head, watch
-from cacheprobe.models.quantised.packed import weight_tensors
+from cacheprobe.models.quantised.packed import packed_modules, weight_tensors
 from cacheprobe.models.settings import keeping_float64, one_at_a_time
-from cacheprobe.models.weights import head_weights
+from cacheprobe.models.weights import ROTATIONS_OF_PASSES, head_weights
 from cacheprobe.ops.attention import BY_REQUEST
+from cacheprobe.ops.compiled.attention import MOST_TOKENS
+from cacheprobe.ops.compiled.lanes import FORMATS
+from cacheprobe.ops.compiled.operations import TORCH, CompiledOperations
+from cacheprobe.ops.kernel_set import KernelSet
 
 
-class CopiedLM(PlainSites, HuggingFaceLM):
-    """Runs a copy of a transformers model on our KVCache; the copy shares the model's weights. Base class of PlainLM
-    and FastLM."""
+class PlainLM(WithBridge):
+    """Runs a transformers model on our KVCache, as a CachedLM: a copy of it, which shares its weights. Finds the
+    modules of its states by their values. Computes without modules what `FUNCTIONAL` can, in compiled loops or kernels
+    where `use_operations` was given some.
 
-    layer_devices: Sequence[torch.device]
-    """Device of each layer's keys and values."""
-    shows_length = False
-    """Whether the model may ask the cache for a length: it is told that of the first batch index."""
+    Twin: the model's own uncached forward, close(1e-5) in float32; `check_model` compares both at load, to 1e-3. Also
+    BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since sums have another order.
+    """
 
-    def __init__(self, live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str) -> None:
-        super().__init__(live, tokenizer, name, note)
-        self.hooked_module = live
+    path = "plain"
+    is_functional = True
+    """Whether passes that `FUNCTIONAL` can compute call no modules. The bits are the same either way."""
+
+    def __init__(self, live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str = "") -> None:
+        """live: the transformers model, which may be inside a TransformerBridge.
+
+        Raises: ModelError if the model's parts are not found; see `find_blocks` and `find_head`.
+        """
+        live.eval()
+        bridge = bridge_around(live)
+        if bridge is not None and (bridge.compatibility_mode or bridge._weights_processed):
+            raise ModelError(f"{name}: the bridge's weights were processed (compatibility mode)")
+        own = own_states(live.config)
+        changed = own.prepare(live) if own is not None else ""
+        super().__init__(live, tokenizer, name, "; ".join(filter(None, (note, changed))))
         self.model: LiveModule = empty_model(live)
         self.weights = SharedWeights(live, self.model)
-        self.listeners = {}
+        self.listeners, self.attention_listeners = {}, {}
+        _take_whole_masks(self.model)
+        config = self.config
+        try:
+            watched = self._watched()
+            self.blocks = find_blocks(watched, config, self.dtype)
+            last = next(call for call in watched.calls if call.path == self.blocks[-1].path)
+            assert last.value_out is not None
+            self.head = find_head(self.model, watched, last.value_out, config, self.dtype)
+        except ModelError as refusal:
+            kind = type(live).__name__
+            raise ModelError(f"{kind if name == kind else f'{name}: {kind}'}: {refusal}") from refusal
+        self.initial = watched.initial
+        recurrent = {layer: states.get((RECURRENT, 0)) for layer, states in self.initial.items()}
+        self.state_shapes = {layer: (len(s), s[0].numel()) for layer, s in recurrent.items() if s is not None}
+        step_by_step(self.model, watched.keys_of, None if own is None else own.feed)
+        self.n_layers, self.d_model = len(self.blocks), int(last.value_out.shape[-1])
+        self.d_vocab = int(watched.logits.shape[-1])
+        self.sources = watched.sources
+        is_fixed = config.model_type in ("bloom", "gpt_bigcode", "xglm", "zamba", "zamba2") or getattr(
+            config, "alibi", 0
+        )
+        self.batch_may_grow = not (is_fixed or self.sources)
+        """False if the model reads what was made before its blocks for each batch index: biases (Bloom), masks (XGLM),
+        embeddings (Zamba), a shape (GPTBigCode), another layer's keys. Then no batch index may join between blocks."""
+        self.block_sums = [BlockSum(block.input_factor, len(block.mlp)) for block in self.blocks]
+        shapes, devices = watched.probe.layer_shapes, watched.probe.devices
+        places = [self.sources.get(layer, layer) for layer in range(self.n_layers)]
+        self.layer_shapes = [shapes.get(place, (0, 0, 0)) for place in places]
+        self.layer_devices = [devices.get(place, next(iter(devices.values()))) for place in places]
+        self.joints = find_joints(watched, self.blocks, self.layer_shapes)
+        self.n_ctx = context_length(config)
+        first = next((layer for layer in range(self.n_layers) if self.layer_shapes[layer][0]), 0)
+        try:
+            heads = self.heads_of(first)
+        except ModelError:  # attention without one output projection: only its heads cannot be told apart
+            heads = int(getattr(config, "num_attention_heads", 0)) or self.layer_shapes[first][0]
+        self.head_shape = (heads, self.layer_shapes[first][2])
+        if bridge is not None:
+            self._bridge_at_first = self._state_of_bridge(bridge)
+        self._modules = list(self.model.modules())
+        is_dense = not packed_modules(live)
+        self._functional_class = next((kind for kind in FUNCTIONAL if is_dense and kind.takes(self.model)), None)
+        self.use_operations(None)
+
+    def use_operations(self, faster: CompiledOperations | KernelSet | None) -> None:
+        """Makes the forward and the readings compute with compiled loops or kernels; None for torch alone."""
+        self.operations = faster
+        self._functional: tuple[object, FunctionalForward] | None = None
+        product = None if faster is None else faster.product
+        self.mixtures = use_invariant_experts(self.model, product)
+        self._operations = Operations() if product is None else Operations(product)
+        by_module = None
+        if isinstance(faster, KernelSet) and self._functional_class is not None:
+            self._operations = by_module = KernelOperations(faster, self.model.config, self.n_layers)
+        elif isinstance(faster, CompiledOperations) and self._functional_class is FunctionalLlama:
+            by_module = QueuedOperations(faster.product, self.dtype)
+            self._operations = PreparedOperations(faster.product, self.dtype)
+        for module in self._modules:
+            replace_forward(module, product, by_module)
 
     @property
     def config(self) -> LiveConfig:
@@ -56,17 +139,26 @@ class CopiedLM(PlainSites, HuggingFaceLM):
         return text_config(self.model.config)
 
     @property
-    def attends_by_request(self) -> bool:
-        """Whether attention runs request by request, over the slots in a pass's `spans`; otherwise one call covers
-        the batch."""
-        return self.model.config._attn_implementation == ATTENTION
+    def independent_width(self) -> int:
+        """Largest width, in tokens, up to which no result for a token depends, by construction, on the width of a pass
+        or on its other requests: compiled loops or kernels compute products, norms, attention and activations. 0 if
+        there is none. In wider passes torch computes the attention, by request, in calls whose shape has the width."""
+        if self._functional_class is not FunctionalLlama or not self.attends_by_request or self.has_own_hooks:
+            return 0
+        if getattr(self.model.model.rotary_emb, "rope_type", "default") in ROTATIONS_OF_PASSES:
+            return 0
+        if isinstance(self._operations, KernelOperations):
+            return self.n_ctx if self.device.type == "cuda" else 0  # elsewhere torch's loops compute the activation
+        is_in_loops = isinstance(self._operations, QueuedOperations)
+        is_in_loops &= all(is_silu(layer.mlp.act_fn) for layer in self.model.model.layers)
+        return MOST_TOKENS[FORMATS[self.dtype]] if is_in_loops else 0
 
     def _forward(
         self, token_ids: Tensor, cache: StagedCache, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
         """Returns what `forward` returns. Calls no modules if `_functional_forward` has a forward for this pass."""
         if not self.weights.is_current:
-            self._rebind()
+            self.weights.follow(self.name)
         functional = self._functional_forward(cache)
         self.token_shape = (token_ids.shape[0], token_ids.shape[1])
         inputs = forward_inputs(cache, self.config, self.n_ctx)
@@ -76,10 +168,10 @@ class CopiedLM(PlainSites, HuggingFaceLM):
                 return functional(token_ids, cache, *positions_and_masks, self.listeners, num_layers, logit_slots)
             memory = memory_of(cache.cache)
             places = None if memory is None else RecurrentPlaces(memory, cache.rows, cache.starts)
-            adapter = KVCacheAdapter(cache, cache.starts[0] if self.shows_length else None, places)
+            adapter = KVCacheAdapter(cache, cache.starts[0], places)
             named = {**inputs, **cache_argument(self.model, adapter)}
             arguments = {name: value for name, value in named.items() if name in self._arguments}
-            with attending(cache.spans, self._num_attending(num_layers), self._attend(cache)):
+            with attending(cache.spans, self._num_attending(num_layers), self._attend(cache), self.attention_listeners):
                 if num_layers is not None:
                     return self._residual(token_ids, arguments, num_layers)
                 choice = self.logit_choice(logit_slots)
@@ -90,17 +182,35 @@ class CopiedLM(PlainSites, HuggingFaceLM):
         """Returns the shape of each layer's cache, and its device."""
         return self.layer_shapes, self.layer_devices
 
-    def _rebind(self) -> None:
-        """Takes the present tensors of the transformers model."""
-        self.weights.bind()
-
     def _functional_forward(self, cache: StagedCache) -> FunctionalForward | None:
-        """Returns a forward that calls no modules; None if the pass needs the modules."""
-        return None
+        """Returns the FunctionalForward, which calls no modules; None if the pass needs the modules. Raises: ModelError
+        if the cache hides slots, in some layers or heads, that other layers need."""
+        if is_cut := cache.cache.head_masks.concern(cache.rows):
+            if self.sources:
+                raise ModelError(
+                    f"{self.name}: layers {', '.join(map(str, self.sources))} attend over the keys of others, so slots "
+                    "are hidden in all layers and heads or in none; leave out layers= and heads="
+                )
+        is_heard = bool(self.attention_listeners) or not self._has_capture_hooks_only
+        if is_cut or is_heard or self._functional_class is None or not self.is_functional:
+            return None
+        if self._functional is None or self._functional[0] is not self.weights.taken:
+            made = self._functional_class(self.model, self._operations)
+            self._functional = self.weights.taken, made
+        return self._functional[1]
+
+    @property
+    def _has_capture_hooks_only(self) -> bool:
+        """True if all PyTorch hooks on the copied model are capture hooks at sites pre, S, T and C."""
+        num_hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
+        return num_hooks == sum(map(len, self.listeners.values()))
 
     def _attend(self, cache: StagedCache) -> Attend | None:
         """Returns the function that computes the attention of a pass; None for cacheprobe's attention in torch."""
-        return None
+        operations = self._operations
+        if not (isinstance(operations, KernelOperations) and cache.is_written):
+            return None
+        return partial(operations.attend, cache)
 
     def _num_attending(self, num_layers: int | None) -> int:
         """Returns how many of the first `num_layers` layers, None for all, have attention."""
@@ -130,61 +240,6 @@ class CopiedLM(PlainSites, HuggingFaceLM):
         inner = inspect.signature(type(self.model.base_model).forward).parameters if takes_more else {}
         return {*names, *inner}
 
-
-class PlainLM(CopiedLM):
-    """Runs a transformers model without a bridge, as a CachedLM. Finds the modules of its states by their values.
-
-    Twin: the model's own uncached forward, close(1e-5) in float32; `check_model` compares both at load, to 1e-3.
-    """
-
-    shows_length = True
-
-    def __init__(self, live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str = "", why: str = "") -> None:
-        """live: the transformers model.  why: why no bridge runs it, for the reason of the path.
-
-        Raises: ModelError if the model's parts are not found; see `find_blocks` and `find_head`.
-        """
-        live.eval()
-        own = own_states(live.config)
-        changed = own.prepare(live) if own is not None else ""
-        super().__init__(live, tokenizer, name, "; ".join(filter(None, (note, changed))))
-        self.why = why
-        _take_whole_masks(self.model)
-        config = self.config
-        try:
-            watched = self._watched()
-            self.blocks = find_blocks(watched, config, self.dtype)
-            last = next(call for call in watched.calls if call.path == self.blocks[-1].path)
-            assert last.value_out is not None
-            self.head = find_head(self.model, watched, last.value_out, config, self.dtype)
-        except ModelError as refusal:
-            kind = type(live).__name__
-            raise ModelError(f"{kind if name == kind else f'{name}: {kind}'}: {refusal}") from refusal
-        self.initial = watched.initial
-        recurrent = {layer: states.get((RECURRENT, 0)) for layer, states in self.initial.items()}
-        self.state_shapes = {layer: (len(s), s[0].numel()) for layer, s in recurrent.items() if s is not None}
-        step_by_step(self.model, watched.keys_of, None if own is None else own.feed)
-        self.mixtures = use_invariant_experts(self.model, None)
-        self.n_layers, self.d_model = len(self.blocks), int(last.value_out.shape[-1])
-        self.d_vocab = int(watched.logits.shape[-1])
-        self.sources = watched.sources
-        is_fixed = config.model_type in ("bloom", "xglm", "zamba", "zamba2") or bool(getattr(config, "alibi", False))
-        self.batch_may_grow = not (is_fixed or self.sources)
-        """False if blocks read what was made before them for each batch index: biases (Bloom), masks (XGLM), embeddings
-        (Zamba), another layer's keys. Then no batch index may join between two blocks."""
-        self.block_sums = [BlockSum(block.input_factor, len(block.mlp)) for block in self.blocks]
-        shapes, devices = watched.probe.layer_shapes, watched.probe.devices
-        places = [self.sources.get(layer, layer) for layer in range(self.n_layers)]
-        self.layer_shapes = [shapes.get(place, (0, 0, 0)) for place in places]
-        self.layer_devices = [devices.get(place, next(iter(devices.values()))) for place in places]
-        self.n_ctx = context_length(config)
-        first = next((layer for layer in range(self.n_layers) if self.layer_shapes[layer][0]), 0)
-        try:
-            heads = self.heads_of(first)
-        except ModelError:  # attention without one output projection: only its heads cannot be told apart
-            heads = int(getattr(config, "num_attention_heads", 0)) or self.layer_shapes[first][0]
-        self.head_shape = (heads, self.layer_shapes[first][2])
-
     def _watched(self) -> Watched:
         """Returns what one short forward of the model's own attention showed. Raises: ModelError if it fails."""
         try:
@@ -197,21 +252,25 @@ class PlainLM(CopiedLM):
                 f"it does not run on a cache of keys and values ({type(error).__name__}: {error!s:.120})"
             ) from error
 
-    def _functional_forward(self, cache: StagedCache) -> None:
-        """Checks that the pass hides no slots that other layers need. Returns None: the modules compute all passes."""
-        if self.sources and cache.cache.head_masks.concern(cache.rows):
-            raise ModelError(
-                f"{self.name}: layers {', '.join(map(str, self.sources))} attend over the keys of others, so slots are "
-                "hidden in all layers and heads or in none; leave out layers= and heads="
-            )
+    def whole_forward(self, token_ids: Tensor) -> Tensor:
+        """Returns the logits [b, t, v] of one forward without our cache, masks or positions, with the model's own
+        attention and experts. Gradients flow back into what `editing` put into it."""
+        self.token_shape = (token_ids.shape[0], token_ids.shape[1])
+        with _own_attention(self.model), own_experts(self.mixtures), keeping_float64(self.dtype):
+            return self.model(token_ids, use_cache=False).logits
 
     @one_at_a_time()
     @torch.inference_mode()
-    def whole_logits(self, token_ids: Tensor) -> Tensor:
-        """Returns the logits [b, t, v] of one forward without our cache, masks or positions, with the model's own
-        attention and experts."""
-        with _own_attention(self.model), own_experts(self.mixtures), keeping_float64(self.dtype):
-            return self.model(token_ids.to(self.device), use_cache=False).logits
+    def original_logits(self, token_ids: Tensor) -> Tensor:
+        """Returns the logits [b, t, v] of one forward of the transformers model itself, or of the bridge around it,
+        which `whole_logits` must equal. Those of `whole_logits` if the model has a hook, which may change them, or
+        packed weights, which the model's own forward may change."""
+        if next(user_hooks(self.live), None) is not None or packed_modules(self.live):
+            return self.whole_logits(token_ids)
+        with keeping_float64(self.dtype):
+            if (bridge := bridge_around(self.live)) is not None:
+                return bridge.forward(token_ids.to(self.device), return_type="logits")
+            return self.live(token_ids.to(self.device), use_cache=False).logits
 
     def head_writer(self, layer: int) -> HeadWriter:
         """Returns the steps from one layer's attention heads to the residual stream as a HeadWriter.
@@ -236,14 +295,17 @@ class PlainLM(CopiedLM):
 
     def named_weights(self) -> list[tuple[str, Tensor]]:
         """Returns all parameters with their names, sorted by name; of packed weights, their parts."""
-        named = [(plain_path(name), weight) for name, weight in weight_tensors(self.live)]  # a bridge may be around
-        return sorted(named, key=lambda item: item[0])
+        self.weights.follow(self.name)
+        return sorted(weight_tensors(self.model), key=lambda item: item[0])
 
     def fingerprint_of_path(self) -> dict[str, str | int | float]:
         """Returns what a fingerprint says of this path: its name, its attention, and what else it depends on."""
         attention = BY_REQUEST if self.attends_by_request else str(self.config._attn_implementation)
+        if isinstance(self._operations, KernelOperations):
+            attention = f"all slots up to the token's, {self._operations.kernels.text}"
+        products = self.operations.text if self.operations else TORCH
         recurrence = {"recurrence": "token by token"} if self.initial else {}
-        return {"path": "plain", "attention": attention, **recurrence}
+        return {"path": self.path, "attention": attention, "products": products, **recurrence}
 
 
 class _Reached(Exception):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,11 @@ from cacheprobe.core.hook_names import (
 )
 from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
-from cacheprobe.models.experts import MixtureLayer, capturing_routing, editing_routers, split
+from cacheprobe.models.experts import capturing_routing, editing_routers, split
+from cacheprobe.models.hf.attention import ATTENTION, OF_ATTENTION
+from cacheprobe.models.hf.lm import HuggingFaceLM
 from cacheprobe.models.plain.recurrence import hooking_states
-from cacheprobe.models.plain.structure import AddedPart, PlainBlock
+from cacheprobe.models.plain.structure import AddedPart, JointProjection, PlainBlock
 from cacheprobe.models.settings import model_lock
 from cacheprobe.models.weights import is_conv
 
@@ -38,23 +41,30 @@ ModulePoint = tuple[nn.Module, str]
 _Inputs = tuple[tuple[ModuleValue, ...], dict[str, ModuleValue]]
 
 
-class PlainSites:
+class PlainSites(HuggingFaceLM):
     """Captures and edits activations at sites pre, S, T, C, of routers, recurrent states and, where the attention has
-    such projections, q, k, v and z. Base class of PlainLM and FastLM."""
+    such projections, q, k, v and z. Base class of PlainLM."""
 
-    name: str
-    n_layers: int
     model: LiveModule
     blocks: Sequence[PlainBlock]
     head_shape: tuple[int, int]
+    joints: Mapping[int, JointProjection]
+    """Layer -> its joint projection of queries, keys and values, if it has one."""
     layer_shapes: Sequence[tuple[int, int, int]]
-    mixtures: Mapping[int, MixtureLayer]
     state_shapes: Mapping[int, tuple[int, int]] = {}
     """Layer with a recurrent state -> (heads, numbers of a head)."""
     token_shape: tuple[int, int] = (0, 0)
     """(batch size, tokens) of the present forward."""
     listeners: dict[tuple[str, int], list[Callable[[Tensor], None]]]
     """Functions that take the activations of a (site, layer); sites pre, S, T and C."""
+    attention_listeners: dict[int, dict[str, list[Callable[[Tensor], None]]]]
+    """As `AttentionListeners`."""
+
+    @property
+    def attends_by_request(self) -> bool:
+        """Whether attention runs request by request, over the slots in a pass's `spans`; otherwise one call covers
+        the batch."""
+        return self.model.config._attn_implementation == ATTENTION
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
@@ -67,9 +77,11 @@ class PlainSites:
 
         others, routers = split(sites)
         recurrent = [layer for site, layer in others if site == RECURRENT]
-        others = [place for place in others if place[0] != RECURRENT]
+        of_attention = [place for place in others if place[0] in OF_ATTENTION]
+        others = [place for place in others if place[0] not in (RECURRENT, *OF_ATTENTION)]
         with (
             self.editing(others, keep),
+            self._listening_to_attention(of_attention, sink),
             capturing_routing(self.name, self.mixtures, routers, sink),
             hooking_states(self.name, self.model, self._recurrent_paths, recurrent, sink=sink),
             self._listening([place for place in others if place[0] in ("pre", *SITES)], sink),
@@ -89,6 +101,27 @@ class PlainSites:
                 self.listeners[place].remove(listener)
                 if not self.listeners[place]:
                     del self.listeners[place]
+
+    @contextmanager
+    def _listening_to_attention(self, places: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
+        """Keeps `sink` among the listeners of the attention function inside the `with`."""
+        before, listeners = self.attention_listeners, {key: dict(v) for key, v in self.attention_listeners.items()}
+        for site, layer in places:
+            self._require_layer(layer)
+            if refusal := self.lacking([site]):
+                raise ModelError(refusal)
+            self._require_attention(layer)
+            sites = listeners.setdefault(id(self._module(self.blocks[layer].attention)), {})
+            sites[site] = [*sites.get(site, ()), partial(sink, site, layer)]
+        self.attention_listeners = listeners
+        try:
+            yield
+        finally:
+            self.attention_listeners = before
+
+    def _require_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.n_layers:
+            raise ModelError(f"{self.name} has layers 0 to {self.n_layers - 1}, no layer {layer}")
 
     @property
     def _recurrent_paths(self) -> dict[int, str]:
@@ -112,8 +145,7 @@ class PlainSites:
 
     def _add_hooks(self, stack: ExitStack, site: str, layer: int, edit: TensorEdit) -> None:
         """Registers the hooks of one site, to be removed when `stack` closes."""
-        if not 0 <= layer < self.n_layers:
-            raise ModelError(f"{self.name} has layers 0 to {self.n_layers - 1}, no layer {layer}")
+        self._require_layer(layer)
         block = self.blocks[layer]
         if site == "pre" and block.entry:
             stack.callback(change((self._module(block.entry), OUTPUT_POINT), edit).remove)
@@ -166,36 +198,51 @@ class PlainSites:
     def _heads(self, site: str, layer: int) -> tuple[ModulePoint, HeadCut]:
         """Returns (module and side, function that splits its tensor into heads) of site q, k, v or z of a layer.
         Raises: ModelError if the attention has no such projection."""
-        shape = self._shape_of_heads(site, layer, self.heads_of(layer))
-        if site == HEADS and shape is not None:
-            return (self.projection(layer), INPUT_POINT), partial(by_head, shape)
-        attention = self._module(self.blocks[layer].attention)
-        module = attention._modules.get(f"{site}_proj")
-        if module is None or shape is None or getattr(module, "out_features", None) != shape[0] * shape[1]:
-            raise ModelError(
-                f"{self.name}: the attention of layer {layer} has no module for {hook_name(site, layer)}; leave "
-                f"{site!r} out"
-            )
-        return (module, OUTPUT_POINT), partial(by_head, shape)
+        heads = self.heads_of(layer)
+        if site in HEAD_SHAPES:
+            shape = shape_of_heads(site, heads, *self.layer_shapes[layer])
+            if site == HEADS:
+                return (self.projection(layer), INPUT_POINT), partial(by_head, shape)
+            module = self._module(self.blocks[layer].attention)._modules.get(f"{site}_proj")
+            if module is not None and getattr(module, "out_features", None) == shape[0] * shape[1]:
+                return (module, OUTPUT_POINT), partial(by_head, shape)
+            if (joint := self.joints.get(layer)) is not None and joint.heads == heads:
+                return (self._module(joint.path), OUTPUT_POINT), partial(joint.part, "qkv".index(site))
+        raise ModelError(
+            f"{self.name}: the attention of layer {layer} has no module for {hook_name(site, layer)}; leave {site!r} "
+            "out"
+        )
 
-    def _shape_of_heads(self, site: str, layer: int, heads: int) -> tuple[int, int] | None:
-        """Returns (number, width) of the heads of a site of a layer with so many query heads; None for a site without
-        heads of their own."""
-        return shape_of_heads(site, heads, *self.layer_shapes[layer]) if site in HEAD_SHAPES else None
+    def lacking(self, sites: Sequence[str]) -> str:
+        """Returns text on the first of these sites of heads that a layer with attention lacks, "" if there is none."""
+        layers = [layer for layer, (heads, *_) in enumerate(self.layer_shapes) if heads]
+        if not self.attends_by_request and (hidden := sorted(set(sites) & set(OF_ATTENTION))):
+            return (
+                f"{self.name}: transformers has no attention function for it, so no {hidden[0]} is seen; leave it out"
+            )
+        try:
+            for site, layer in product((set(sites) & set(HEAD_SHAPES)) - set(OF_ATTENTION), layers):
+                self._heads(site, layer)
+        except ModelError as refusal:
+            return str(refusal)
+        return ""
 
     def heads_of(self, layer: int) -> int:
         """Returns the number of query heads of a layer, from the width of its output projection. Raises: ModelError as
         `projection`."""
         return int(_inputs(self.projection(layer))) // self.layer_shapes[layer][2]
 
+    def _require_attention(self, layer: int) -> None:
+        if not self.layer_shapes[layer][0]:
+            kind = "is recurrent" if self.blocks[layer].mixer else "is an MLP"
+            raise ModelError(f"{self.name}: layer {layer} {kind} and has no attention heads; name other layers")
+
     def projection(self, layer: int) -> LiveModule:
         """Returns the module that projects the heads of a layer into the residual stream. Raises: ModelError if the
         attention has no linear module whose input is a whole number of heads, or several that may be it; and for a
         layer without attention."""
+        self._require_attention(layer)
         kv_heads, _, value_width = self.layer_shapes[layer]
-        if kv_heads == 0:
-            kind = "is recurrent" if self.blocks[layer].mixer else "is an MLP"
-            raise ModelError(f"{self.name}: layer {layer} {kind} and has no attention heads; name other layers")
         attention = self._module(self.blocks[layer].attention)
         width = int(getattr(self, "d_model", 0))
         fitting = [
@@ -226,6 +273,8 @@ def by_head(shape: tuple[int, int], value: Tensor) -> Tensor:
 
 def _edit_heads(cut: HeadCut, edit: TensorEdit, value: Tensor) -> Tensor | None:
     edited = edit(cut(value))
+    if edited is not None and edited.numel() != value.numel():
+        raise ModelError("one of the queries, keys and values of a joint projection cannot be edited by itself")
     return None if edited is None else edited.reshape(value.shape)
 
 

@@ -51,6 +51,53 @@ class PlainBlock:
     """Module inside block 0 whose output the block adds to: RWKV's norm of the embeddings. "" if it is the input."""
 
 
+@dataclass(frozen=True)
+class JointProjection:
+    """Holds the module that computes queries, keys and values of a layer together, and how they lie in its output."""
+
+    path: str
+    heads: int
+    """Number of query heads."""
+    sizes: tuple[int, int, int]
+    """Numbers of a token's queries, keys and values, inside one group."""
+    groups: int
+    """1 if all queries come first, then all keys, then all values, as in GPT-2. Otherwise queries, keys and values of
+    each of so many groups of heads are together, as in GPT-NeoX."""
+    widths: tuple[int, int, int]
+    """Width of a head's query, key and value."""
+
+    def part(self, index: int, value: Tensor) -> Tensor:
+        """Returns queries (index 0), keys (1) or values (2), [b, t, h, d], of the module's output [b, t, w]."""
+        parts = value.unflatten(-1, (self.groups, -1)).split(self.sizes, -1)
+        return parts[index].flatten(-2).unflatten(-1, (-1, self.widths[index]))
+
+
+def find_joints(
+    watched: Watched, blocks: Sequence[PlainBlock], shapes: Sequence[tuple[int, int, int]]
+) -> dict[int, JointProjection]:
+    """Returns the JointProjection of each layer that has one: a module inside the attention whose output holds the
+    values that the layer wrote to the cache, and keys of the length of those that it wrote, which a rotation keeps.
+
+    shapes: (number of key heads, key width, value width) of each layer.
+    """
+    found = {}
+    for layer, (keys, values) in watched.written.items():
+        groups, key_width, value_width = shapes[layer]
+        inside = [call for call in watched.calls if call.path.startswith(f"{blocks[layer].attention}.")]
+        for call, count in product(inside, (1, groups)):
+            if call.value_out is None or call.value_out.dim() != 3:
+                continue
+            queries = call.value_out.shape[-1] - groups * (key_width + value_width)
+            if queries <= 0 or queries % (groups * key_width):
+                continue
+            sizes = (queries // count, groups * key_width // count, groups * value_width // count)
+            one = JointProjection(call.path, queries // key_width, sizes, count, (key_width, key_width, value_width))
+            lengths = [each.double().norm(dim=-1) for each in (one.part(1, call.value_out).transpose(1, 2), keys)]
+            if torch.equal(one.part(2, call.value_out).transpose(1, 2), values) and torch.allclose(*lengths, rtol=0.02):
+                found.setdefault(layer, one)
+    return found
+
+
 def find_blocks(watched: Watched, config: LiveConfig, dtype: torch.dtype) -> list[PlainBlock]:
     """Returns the PlainBlock of every layer, in order.
 

@@ -47,6 +47,8 @@ class Watched:
     """Cache layer -> paths of the modules that were running at every write of a recurrent state, outermost first."""
     wrote_at: dict[int, int] = field(default_factory=dict)
     """Cache layer -> time of the first write, on the clock of `Call`."""
+    written: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Cache layer -> keys and values [1, h, t, d] that were written."""
     initial: dict[int, LayerStates] = field(default_factory=dict)
     """Recurrent layer -> its states before the first token."""
     keys_of: dict[int, dict[str, tuple[StateKey, ...]]] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class _WritingProbe(ShapeProbe):
             raise ModelError(f"layer {layer_idx} writes keys and values more than once in a forward")
         watcher.watched.writers[layer_idx] = watcher.running_paths
         watcher.watched.wrote_at.setdefault(layer_idx, watcher.tick())
+        watcher.watched.written[layer_idx] = key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -203,7 +206,7 @@ def watch(model: LiveModule, device: torch.device, dtype: torch.dtype, num_token
     """Runs one forward over a few tokens without a stored cache, and returns what it showed.
 
     num_tokens: size of the vocabulary, from which the tokens are taken.
-    Raises: ModelError if a layer writes keys and values twice; whatever the model raises.
+    Raises: ModelError if a layer writes keys and values twice, or a logit is not finite; whatever the model raises.
     """
     watcher = _Watcher(model)
     token_ids = torch.tensor([[(5 + 31 * i) % min(num_tokens, 90) for i in range(PROBE_LENGTH)]], device=device)
@@ -218,6 +221,8 @@ def watch(model: LiveModule, device: torch.device, dtype: torch.dtype, num_token
         for handle in handles:
             handle.remove()
     watched = watcher.watched
+    if not bool(torch.isfinite(watched.logits).all()):
+        raise ModelError("it gives NaN or infinite logits; load it in float32 or check its weights")
     watched.keys_of = {layer: {watched.keepers[layer][-1]: tuple(keys)} for layer, keys in watched.initial.items()}
     if own is not None:
         _note_own_states(watched, own)

@@ -45,8 +45,8 @@ def changed_rows(trace: "TraceData", edit: JsonDict) -> pd.DataFrame:
 
 
 def _computed_rows(trace: "TraceData", edit: JsonDict) -> tuple[pd.DataFrame, pd.Series]:
-    """Returns (the rows of an edit's request at its positions whose pass ran its layer; the phase of each token, as
-    `token_phase` gives it)."""
+    """Returns (the rows of the edit's request, at the edit's positions, that were computed up to the edit's layer; the
+    phase of each row's token: prefill of a prompt's, decode if the request is never verified, else the pass's)."""
     request = edit["request_id"]
     rows, events = trace.rows(request), trace.lookup["events"].lines_of(trace.event_table, request)
     rows = rows[rows.num_layers > edit["layer"]]

@@ -128,7 +128,7 @@ def _failed_runs(run_list: RunList) -> Element:
 
 
 def _growth() -> Element:
-    """Returns a component that says how far a run is that is recorded to disk."""
+    """Returns a component that says how far a run that is being recorded to disk has come."""
     follow = _button("Follow the newest step", data_intent="follow")
     says = html.P([html.Span(id="growth-says"), " ", html.Code(id="growth-command")])
     share = html.Div(html.Div(id="growth-share"), className="share")

@@ -127,7 +127,7 @@ def csv_text(table: pd.DataFrame) -> str:
 
 
 def _cell(value: object) -> object:
-    """Returns a value as it is written to a cell."""
+    """Returns a value for a cell of a CSV file: a text that begins like a formula gets an apostrophe before it."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 

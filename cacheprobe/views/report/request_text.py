@@ -105,12 +105,12 @@ def text_parts(
     readings: pd.DataFrame | None,
     thoughts: pd.DataFrame | None,
 ) -> TextParts:
-    """Returns the `TextParts` of a request. events, readings, thoughts: as in `Trace`, of this request or more; None:
-    the run has none."""
+    """Returns the `TextParts` of a request. events, thoughts: tables of `Trace`.  readings: lines of
+    `Trace.hypotheses`. They may hold other requests too; None if the run has none."""
     words = {}
     if thoughts is not None:
         kept = thoughts[(thoughts.request_id == request_id) & (thoughts.status == "committed")]
-        kept = kept.sort_values("step", kind="stable")
+        kept = kept.sort_values("step", kind="stable")  # of two thoughts with one end, the later step counts
         words = {int(thought.end): " ".join(words_of(thought)).strip() for thought in kept.itertuples()}
     events = events[events.request_id == request_id]
     readings = None if readings is None else readings[readings.request_id == request_id]

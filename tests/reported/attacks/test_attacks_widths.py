@@ -47,7 +47,7 @@ which no token depends on another."""
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_width_is_used_only_where_it_is_safe_by_construction(family: str) -> None:
     dtype = (torch.float16, torch.bfloat16, torch.float32)[len(family) % 3]
-    fast = choose_path(on_loops(cp.load_model(hf_model(family, dtype))), "fast")[0]
+    fast = choose_path(on_loops(cp.load_model(hf_model(family, dtype))), "plain")[0]
     config = EngineConfig(window=16, group=4, capacity=512)
     assert narrow_widths(fast, config) == FAMILIES[family]
     if not FAMILIES[family]:
@@ -57,7 +57,7 @@ def test_a_width_is_used_only_where_it_is_safe_by_construction(family: str) -> N
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 64), (torch.bfloat16, 16)])
 def test_a_window_that_is_too_long_for_loops_has_no_narrow_passes(dtype: torch.dtype, most: int) -> None:
     """torch attends over longer windows, in calls whose shape has the width."""
-    fast = choose_path(on_loops(cp.load_model(hf_model("llama", dtype))), "fast")[0]
+    fast = choose_path(on_loops(cp.load_model(hf_model("llama", dtype))), "plain")[0]
     for window, wanted in ((most, (2, 4, 8)), (most + 1, ())):
         config = EngineConfig(window=window, group=2, capacity=512)
         assert narrow_widths(fast, config) == wanted
