@@ -31,6 +31,7 @@ def token_card(
     *,
     row: int | None = None,
     token_texts: Mapping[int, str] | None = None,
+    history: pd.DataFrame | None = None,
 ) -> Markup:
     """Returns HTML of one row's card: each layer's most likely tokens, the prediction depth (the first layer from which
     the first choice stays), and the tokens drafted and committed at the next position.
@@ -38,6 +39,7 @@ def token_card(
     hypotheses, rows, events: trace.hypotheses() (with include_rolled_back=True for rolled-back and abandoned rows),
     trace.row_table and trace.events().  row: number of a superseded, rolled-back or abandoned row of this position; by
     default the committed row.  token_texts: from `token_texts`; tokens that no table names are shown as "<id>".
+    history: of the request, as `token_history` gives it, if it is known; the card then has no note.
     Raises: ValueError if the row has no reading.
     """
     in_table = hypotheses[hypotheses.request_id == request_id]
@@ -51,7 +53,8 @@ def token_card(
         raise ValueError(f"there is no reading of a {of_row}; {available}")
     of_request = rows[rows.request_id == request_id]
     generated_index = position - int(of_request[of_request.role == "prompt"].position.max())
-    history = token_history(events[events.request_id == request_id])
+    known = history
+    history = token_history(events[events.request_id == request_id]) if known is None else known
     texts = known_texts(rows, hypotheses) if token_texts is None else token_texts
     input_token = of_request[of_request.row == readings.row.iloc[0]].token.iloc[0]
     outcomes = outcomes_at(history, generated_index)
@@ -61,7 +64,8 @@ def token_card(
     table = readings.sort_values("layer", ascending=False)
     line = table.iloc[0]
     rows_here = of_request[of_request.position == position]
-    note = "" if (readings.status != "committed").any() else markup(insight(readings, rows_here, outcomes, texts)) + "."
+    has_note = known is None and not (readings.status != "committed").any()
+    note = f"{markup(insight(readings, rows_here, outcomes, texts))}." if has_note else ""
     if line.status in DISCARDED_DRAFT:
         outcomes = ()  # the next token was committed after another text
     body = f'<dl class="facts">{_facts(line, depth, outcomes, texts, input_token)}</dl>{_layer_table(table, texts)}'

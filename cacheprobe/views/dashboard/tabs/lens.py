@@ -183,8 +183,9 @@ class RowCard(AtRow):
         rows, events = self.tables.rows_of(self.request), self.tables.events_of(self.request)
         number = None if self.question.get("row") is None else int(row.row)
         card = token_card(
-            table, rows, events, self.request, int(row.position), row=number, token_texts={**texts, **run.token_texts}
-        )
+            table, rows, events, self.request, int(row.position), row=number, token_texts={**texts, **run.token_texts},
+            history=self.tables.history_of(self.request),
+        )  # fmt: skip
         is_edited = row.status not in DISCARDED_DRAFT and run.fingerprint.get("path") != "thinking"
         flips = self._flip_buttons() if is_edited else ""
         return f"<h3>{markup(card.finding)}</h3>{card.body}{self._features()}{flips}"
