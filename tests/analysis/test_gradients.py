@@ -14,6 +14,7 @@ from cacheprobe.edits.gradient_texts import GradientText
 from cacheprobe.edits.gradients import Gradients
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
+from tests.field.tiny_family import tiny_family
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 from tests.twins.gradients_slowly import gradient_slowly, logits_slowly, rejected_texts_slowly, states_slowly
 
@@ -245,3 +246,11 @@ def test_states_of_the_twin_are_those_of_the_run() -> None:
     for site in "STC":
         slow = states_slowly(hf_model("gemma2", torch.float64), text, (site, 1))
         assert (slow - trace.states(site, 1, 1)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("family", ["falcon", "mamba"])
+def test_families_that_add_in_place_or_have_no_mlp(family: str) -> None:
+    """Without an MLP, C is a state of zeros that is added: its gradient is that of S."""
+    found = cp.gradients(cp.load_model(tiny_family(family)), [[1, 2, 3, 4]], METRIC, progress=False)
+    s, c = (found.of_request(site, 0, 0) for site in "SC")
+    assert c.abs().max() > 0 and torch.allclose(s, c, rtol=1e-4, atol=1e-6)

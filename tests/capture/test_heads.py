@@ -227,3 +227,9 @@ def test_a_thinking_model_gives_vectors_and_refuses_patterns() -> None:
     assert trace.heads("z", 1, 0).shape[1:] == model.head_shape and cp.verify(trace, progress=False).is_equal
     with pytest.raises(ModelError, match="attends without forming a pattern"):
         cp.run(model, [prompt], capture=captured(("pattern",)), progress=False)
+
+
+def test_a_refused_pattern_leaves_no_listener() -> None:
+    with pytest.raises(ModelError, match="no layer 99"), loaded().capturing([("pattern", 0), ("pattern", 99)], print):
+        pass
+    assert not loaded().attention_listeners
