@@ -163,7 +163,7 @@ PLAIN, THINKING = "coinflip-plain", "coinflip-thinking"
 TESTED_FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt-neox", "phi", "olmo2", "gemma2", "gemma3",
 )  # fmt: skip
-"""Architectures that the tests compare with Hugging Face's own cache, on both forwards (bridge and fast)."""
+"""Architectures that the tests compare with Hugging Face's own cache, on both paths (bridge and plain)."""
 
 REFUSED = "local attention, recurrent states, encoder-decoders: their rollback is not defined here"
 

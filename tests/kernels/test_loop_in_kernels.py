@@ -11,7 +11,7 @@ from cacheprobe.core.registry import available
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops import dispatch
-from cacheprobe.ops.equality import bitwise
+from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.trace.recording import lens_reader
 from cacheprobe.trace.trace import Trace
 from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
@@ -148,3 +148,10 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         tiny("kernels")
     with pytest.raises(ModelError, match="none of auto, torch, kernels"):
         tiny("cuda")
+
+
+def test_gradients_flow_past_kernels() -> None:
+    """Kernels have no backward: where a gradient is needed, the modules' own forwards compute."""
+    metric = cp.analysis.logit_difference(3, 5)
+    ours, theirs = (cp.gradients(tiny(kind), PROMPTS[:1], metric, progress=False) for kind in ("kernels", "torch"))
+    assert close(ours.of_request("S", 0, 0), theirs.of_request("S", 0, 0), 1e-4, because="sums are reordered")

@@ -110,8 +110,18 @@ def test_what_cannot_be_followed_is_refused() -> None:
         model.live.model.layers[1].mlp = own
         vars(own).pop("forward", None)
         assert choose_path(model)[0] is model and bitwise(logits(model), before)
+    model.live.config.pad_token_id = 0  # changes no number
+    assert choose_path(model)[0] is model
     model.live.config.sliding_window = 3
     with pytest.raises(ModelError, match="its config was changed after it was loaded"):
+        choose_path(model)
+
+
+def test_a_bridge_that_the_user_makes_later_is_refused() -> None:
+    """Its hooks would not act."""
+    model = cp.load_model(live := hf_model())
+    build_bridge_from_module(live, "LlamaForCausalLM", hf_config=live.config)
+    with pytest.raises(ModelError, match="already inside a TransformerBridge; give the bridge"):
         choose_path(model)
 
 

@@ -75,7 +75,8 @@ class SharedWeights:
     def _present_structure(self) -> tuple[object, ...]:
         """Returns what shows a replaced module, a replaced forward or a changed config of the wrapped model."""
         modules = [(id(module), id(vars(module).get("forward"))) for module in self.wrapped.modules()]
-        return modules, str(self.wrapped.config)
+        config = self.wrapped.config.to_dict()
+        return modules, str({name: value for name, value in config.items() if name not in _HARMLESS})
 
     @property
     def is_current(self) -> bool:
@@ -119,6 +120,9 @@ class SharedWeights:
         named = (*original.named_parameters(), *original.named_buffers())
         return [(plain_path(n), tensor) for n, tensor in named if tensor.untyped_storage().data_ptr() not in shared]
 
+
+_HARMLESS = ("pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "output_attentions", "output_hidden_states")
+"""Fields of a config that change no number of a pass."""
 
 _HOOKS = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),

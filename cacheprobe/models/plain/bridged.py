@@ -8,7 +8,13 @@ import torch
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.checks import agrees, check_model, probe_ids
-from cacheprobe.models.hf.shared import SharedWeights, bridge_around, sharing_copy, user_hooks
+from cacheprobe.models.hf.shared import (
+    SharedWeights,
+    bridge_around,
+    require_no_other_bridge,
+    sharing_copy,
+    user_hooks,
+)
 from cacheprobe.models.plain.sites import PlainSites
 from cacheprobe.models.settings import one_at_a_time
 from cacheprobe.models.weights import checksum_of
@@ -43,6 +49,7 @@ class WithBridge(PlainSites):
     def on_path(self, path: str, heads: Sequence[str]) -> "tuple[BridgeLM | None, str]":
         """Returns (the BridgeLM of the same weights if that is to run, else None; reason), as `choose_path` says of
         `path` and `heads`. Raises: ModelError with the reason if the asked path is impossible."""
+        require_no_other_bridge(self.live, self.name)  # whose hooks would not act
         self.weights.follow(self.name)
         if self._shared is not self.weights.taken:
             self._bridged = None  # a bridge of tensors that were replaced
