@@ -37,7 +37,7 @@ def by_modules(model: PlainLM) -> PlainLM:
     """The same weights, in a forward that calls the modules in every pass."""
     other = PlainLM(model.live, model.tokenizer, model.name)
     other.use_operations(model.operations)
-    other.is_functional = False
+    other.tapes = None
     return other
 
 

@@ -1,6 +1,7 @@
 """Reads the weights of a transformers model: linear layers and norms, dtype, hash and checksum; and the tokens that end
 its texts."""
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from cacheprobe.core.config import DTYPES
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.quantised.packed import dense_weight, packed_modules
+from cacheprobe.ops.compiled.queue import LLAMA, PLUS_ONE, ROUNDED_ONCE, NormKind
 
 WRAPPED = "_original_component"
 """The name under which a component of a TransformerBridge keeps the module that it replaced."""
@@ -65,22 +67,56 @@ def arrange_weights(model: nn.Module, by_output: bool) -> None:
             parameter.data = moved.as_strided(parameter.shape, strides, along * new + across)
 
 
-_PLAIN = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-"""Classes that multiply by their weight as it is; Gemma's, for example, adds 1 to it."""
-
-
 class Norm(NamedTuple):
-    """Holds the weight and the epsilon of an RMSNorm."""
+    """Holds the weight, the epsilon and the kind of an RMSNorm."""
 
     weight: Tensor
     eps: float
+    kind: NormKind = LLAMA
 
 
 def rms_norm_of(module: LiveModule) -> Norm | None:
-    """Returns the present Norm of a module that computes a plain RMSNorm; None for another module."""
-    if type(module).__name__ not in _PLAIN:
+    """Returns the present Norm of a module that computes an RMSNorm; None for another module."""
+    weight = module._parameters.get("weight")
+    if len(module._parameters) != 1 or weight is None or weight.dim() != 1 or module._modules:
         return None
-    return Norm(module.weight, float(module.variance_epsilon))
+    eps: object = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float):
+        return None
+    key = type(module), weight.dtype
+    if key not in _NORM_KINDS:
+        _NORM_KINDS[key] = _kind_of_norm(module, weight, eps)
+    kind = _NORM_KINDS[key]
+    return None if kind is None else Norm(weight, eps, kind)
+
+
+_NORM_KINDS: dict[tuple[type, torch.dtype], NormKind | None] = {}
+
+
+@torch.no_grad()
+def _kind_of_norm(module: LiveModule, weight: Tensor, eps: float) -> NormKind | None:
+    """Returns the kind of RMSNorm that the class of a module computes, found by its values with a random weight; None
+    if it computes something else."""
+    if weight.dtype == torch.float64:  # its classes compute in float32
+        return None
+    draw = torch.Generator().manual_seed(0)
+    values, own = (torch.randn(shape, generator=draw).to(weight) for shape in ((4, len(weight)), (len(weight),)))
+    other = copy.copy(module)
+    vars(other).pop("forward", None)
+    other._parameters = {"weight": nn.Parameter(own, requires_grad=False)}
+    try:
+        found = other(values[None])[0]
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    wide = values.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    for kind in (LLAMA, ROUNDED_ONCE, PLUS_ONE):
+        rounds_first, added = kind
+        scaled = wide.to(weight.dtype).float() if rounds_first else wide
+        expected = ((own.float() + added) * scaled).to(weight.dtype)
+        if torch.equal(found, expected):
+            return kind
+    return None
 
 
 ROTATIONS_OF_PASSES = ("dynamic", "longrope")

@@ -13,7 +13,7 @@ def rms_norm(values: Float[Tensor, "n m"], weight: Float[Tensor, "m"], eps: floa
     The mean square is computed in float32 (float64 for float64 input), the product with the weight in the dtype of
     `values`.
     Source: Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
-    Twin: Operations.norm of models.fast.operations, which is that of the modules, bitwise (tests.ops.test_plain_ops).
+    Twin: LlamaRMSNorm of transformers, bitwise: tests.ops.test_plain_ops.
     """
     wide = values if values.dtype == torch.float64 else values.float()
     scaled = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -88,6 +88,8 @@ def test_a_narrow_pass_with_other_bits_is_not_run(width: int) -> None:
 def test_no_narrow_pass_runs_where_bits_depend_on_the_shape_or_on_interventions() -> None:
     config = EngineConfig(window=16, group=2, capacity=64)
     assert narrow_widths(rounding_by_shape(), config) == ()
-    assert narrow_widths(cp.load_model(hf_model()), config) == ()  # the bridge attends over the whole batch at once
+    assert (
+        narrow_widths(cp.load_model(hf_model()).bridged(), config) == ()
+    )  # the bridge attends over the whole batch at once
     fast = choose_path(cp.load_model(hf_model()), "plain")[0]
     assert narrow_widths(fast, config, Hooked(edited=(("S", 0),))) == ()

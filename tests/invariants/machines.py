@@ -143,7 +143,7 @@ class WithFault:
     """A model whose logits are others in passes of one height or width. Lists the shapes of all passes."""
 
     def __init__(self, inner: CachedLM, height: int | None = None, width: int | None = None) -> None:
-        self.inner, self._operations, self._fault = inner, getattr(inner, "_operations", None), (height, width)
+        self.inner, self._fault = inner, (height, width)
         take_members(self, inner)
         self.shapes: list[tuple[int, int]] = []
 
@@ -163,19 +163,17 @@ def in_loops(dtype: torch.dtype = torch.float32, family: str = "llama") -> Plain
 def plant(of: PlainLM, least_width: int) -> dict[str, bool]:
     """Plants a fault, and returns its switch: in passes of two or more requests and this width, products are one unit
     in the last place larger in all requests behind the first."""
-    switch, operations = {"on": False}, of._operations
-    operations._can_prepare = False  # ty: ignore  # a prepared pass does not call `products` again
-    own = operations.products
+    switch, operations = {"on": False}, of._by_module
+    of.tapes = None  # a tape does not call `product` again
+    own = operations.product
 
-    def products(values: Tensor, layers: Any) -> list[Tensor]:
-        out = own(values, layers)
+    def product(values: Tensor, *affine: Any) -> Tensor:
+        out = own(values, *affine)
         if len(values) > 1 and values.shape[1] >= least_width and switch["on"]:
-            operations.finish()
-            for one in out:
-                one[1:] = one[1:].nextafter(torch.full_like(one[1:], torch.inf))
+            out[1:] = out[1:].nextafter(torch.full_like(out[1:], torch.inf))
         return out
 
-    operations.products = products  # ty: ignore
+    operations.product = product  # ty: ignore
     return switch
 
 

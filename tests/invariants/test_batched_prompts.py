@@ -181,7 +181,7 @@ def test_prompts_are_read_alone_where_that_is_asked_or_needed() -> None:
     live = hf_model("llama", torch.float32)
     by_torch = choose_path(cp.load_model(live, products="torch"), "plain")[0]
     assert not batches_prompts(by_torch, config, Hooked(), 5)
-    assert not batches_prompts(cp.load_model(live), config, Hooked(), 5), "the bridge attends in one call"
+    assert not batches_prompts(cp.load_model(live).bridged(), config, Hooked(), 5), "the bridge attends in one call"
     other = type(live)(type(live.config)(**{**live.config.to_dict(), "hidden_act": "gelu"})).eval()
     assert not batches_prompts(choose_path(on_loops(cp.load_model(other)), "plain")[0], config, Hooked(), 5)
 

@@ -231,19 +231,6 @@ def test_denormal_numbers(kind: int, dtype: torch.dtype) -> None:
         assert torch.equal(made.double(), torch.zeros(1, 16).double() if kind != FLOATS else exact.to(dtype).double())
 
 
-@all_cases
-def test_values_that_were_changed_in_place_are_read_again(kind: int, dtype: torch.dtype) -> None:
-    """The loops pack or widen values once for the products of a queue that read them."""
-    values, weight = drawn(dtype, (2, 1, 1, 32), (16, 32))
-    zeros = torch.zeros(2, 32, dtype=dtype)
-    work = queue.Queue(kind, dtype)
-    before = work.product(values, weight)
-    rotated = work.rotate(values, zeros, zeros)
-    first, again = work.product(rotated, weight), work.product(values, weight)
-    work.run()
-    assert before.count_nonzero() and not first.count_nonzero() and not again.count_nonzero()
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_model_runs_on_them(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_without_openmp_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     ("owner", "name", "why"),
     [
         (CompiledProduct, "__call__", "a product of 1 rows of 64 is .* away"),
-        (CompiledOperations, "norm", "a norm is .* away"),
+        (CompiledOperations, "norm", "a norm of kind .* is .* away"),
         (CompiledReadout, "of_logits", "another entropy_nats than torch's"),
         (CompiledReadout, "of_states", "another entropy_nats than torch's"),
     ],
@@ -150,8 +150,8 @@ def test_wrong_loops_are_not_used(owner: type, name: str, why: str, monkeypatch:
     assert re.search(f"failed their trial: {why}", found.reason), found.reason
 
 
-def test_wrong_gates_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue.Queue, "gated", lambda self, gate, up: self.silu(gate))
+def test_wrong_activations_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue.Queue, "silu", lambda self, values: values * 2)
     monkeypatch.setattr(choice, "_kind", lambda *of: (FLOATS, "a test"))
     found = choose.__wrapped__(torch.float32, CPU)
-    assert found.operations is None and "a gate is" in found.reason
+    assert found.operations is None and "a silu is" in found.reason

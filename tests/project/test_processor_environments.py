@@ -48,6 +48,6 @@ def test_every_environment_gets_a_line_and_one_failure_fails_all(tmp_path: Path)
     assert [line.split(":")[0] for line in asked] == ["1", "COMPATIBLE", "AVX24"]
     assert all("tests/models/test_fast.py" in line for line in asked)
     assert run("OMP_NUM_THREADS=4").returncode == 0
-    inherited["TESTS"] = "tests/models/test_functional_forward.py tests/invariants"
+    inherited["TESTS"] = "tests/models/test_tapes.py tests/invariants"
     run("OMP_NUM_THREADS=4")
     assert Path(f"{fake}.asked").read_text().splitlines()[-1].endswith(f" {inherited['TESTS']}")

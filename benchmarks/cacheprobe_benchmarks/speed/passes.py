@@ -4,8 +4,7 @@ Each optimisation is switched off alone, in one process, and the two passes foll
 median over neighbouring pairs; above 1.0 the optimisation saves time. Attention runs by request over 96 slots, as in
 passes of deterministic requests.
 
-    modules     the forward calls functions, not the modules of transformers
-    prepared    operations are queued once for each shape, not in each pass
+    tapes       operations are recorded once for each shape; later passes call no modules of transformers' blocks
     products    matrix products run in loops compiled for this processor, where they are faster than torch's
     readings    states of 30 layers are read without storing their logits, not as torch's product and statistics
 """
@@ -22,8 +21,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.kvcache.staged import PassAttention
-from cacheprobe.models.fast.operations import QueuedOperations
-from cacheprobe.models.fast.prepared import PreparedOperations
+from cacheprobe.models.fast.tapes import Tapes
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.attention import AttentionSpans, spans_of_positions
 from cacheprobe.ops.readout import read_logits
@@ -43,8 +41,7 @@ SMALL: dict[str, Any] = dict(repeats=1)
 NOT_HERE = "not used on this processor"
 
 WITHOUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "modules": lambda: patch.object(PlainLM, "_functional_forward", lambda *asked: None),
-    "prepared": lambda: patch.object(PreparedOperations, "run_blocks", QueuedOperations.run_blocks),
+    "tapes": lambda: patch.object(Tapes, "takes", lambda *asked: False),
 }
 """By optimisation: switches it off."""
 

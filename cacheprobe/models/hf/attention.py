@@ -18,6 +18,7 @@ from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.core.live import LiveModule
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.fast.tape import Tape
 from cacheprobe.ops.attention import AttentionSpans, attend_by_request, attend_together, attention_pattern, first_slots
 
 ATTENTION = "cacheprobe"
@@ -44,8 +45,10 @@ class _Calls:
     """Holds the `spans`, the `attend` and the listeners of the current forward, and the layers that have used
     cacheprobe's attention; DiffLlama's use it twice each."""
 
-    def __init__(self, spans: AttentionSpans | None, attend: Attend | None, listeners: AttentionListeners) -> None:
-        self.spans, self.attend, self.listeners = spans, attend, listeners
+    def __init__(
+        self, spans: AttentionSpans | None, attend: Attend | None, listeners: AttentionListeners, tape: Tape | None
+    ) -> None:
+        self.spans, self.attend, self.listeners, self.tape = spans, attend, listeners, tape
         self.layers = set[int]()
 
 
@@ -58,15 +61,16 @@ def attending(
     num_layers: int,
     attend: Attend | None = None,
     listeners: AttentionListeners = MappingProxyType({}),
+    tape: Tape | None = None,
 ) -> Iterator[None]:
     """Makes a transformers model that uses cacheprobe's attention attend as `spans` says, for one forward inside the
     `with`: request by request over the slots in `spans`, or the whole batch in one call if `spans` is None. If given,
-    `attend` computes the attention instead.  listeners: see `AttentionListeners`.
+    `attend` computes the attention instead, and `tape` records it.  listeners: see `AttentionListeners`.
 
     Raises: ModelError, if `spans` is given, unless exactly `num_layers` layers used this attention: other layers may
     have computed all requests in one call.
     """
-    calls = _Calls(spans, attend, listeners)
+    calls = _Calls(spans, attend, listeners, tape)
     token = _calls.set(calls)
     try:
         yield
@@ -119,7 +123,9 @@ def _interface(
         seen = OF_ATTENTION[site](query, cached, attention_mask, calls.spans, scaling, softcap, s_aux)
         for function in functions:
             function(seen)
-    if calls is not None and calls.attend is not None and s_aux is None:
+    if calls is not None and calls.tape is not None:
+        out = calls.tape.attend(query, key, attention_mask, scaling, softcap, s_aux)
+    elif calls is not None and calls.attend is not None and s_aux is None:
         out = calls.attend(int(module.layer_idx), query, scaling)
     elif calls is None or calls.spans is None:
         out = attend_together(query, key, value, attention_mask, scaling, softcap, s_aux)

@@ -33,6 +33,7 @@ from cacheprobe.models.weights import (
     stop_ids,
 )
 from cacheprobe.ops.compiled.operations import TORCH, CompiledOperations
+from cacheprobe.ops.compiled.queue import LLAMA
 from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.ops.readout import Readout
 
@@ -260,7 +261,7 @@ class HuggingFaceLM(BaseLM):
 
         Twin: read_out_with_gradients, to one unit in the last place, since compiled loops sum in another order.
         """
-        if self.operations is None:
+        if self.operations is None or self._head_is_hooked:
             return self.read_out_with_gradients(states)
         _, weight, bias, finish = self.output_parts()
         added = bias if bias is not None and bool(bias.any()) else None
@@ -275,7 +276,7 @@ class HuggingFaceLM(BaseLM):
         target_token_ids: [n], -1 for none.
         Twin: ops.readout.read_logits of `read_out`, ids and ranks ==, numbers close(1e-5).
         """
-        if self.operations is None or not self._has_plain_logits:
+        if self.operations is None or not self._has_plain_logits or self._head_is_hooked:
             return None
         _, weight, bias, _ = self.output_parts()
         added = bias if bias is not None and bool(bias.any()) else None
@@ -286,9 +287,17 @@ class HuggingFaceLM(BaseLM):
         """Returns residual states [n, m] after the final norm, with the bits of the forward that the operations
         compute."""
         norm = rms_norm_of(self.output_parts().norm)
-        if norm is not None and self.operations is not None and states.dtype == norm.weight.dtype:
-            return self.operations.norm(states, *norm)
+        if norm is not None and states.dtype == norm.weight.dtype:
+            if isinstance(self.operations, CompiledOperations):
+                return self.operations.norm(states, *norm)
+            if isinstance(self.operations, KernelSet) and norm.kind == LLAMA:
+                return self.operations.norm(states, norm.weight, norm.eps)
         return self.head.norm(states[None])[0]
+
+    @property
+    def _head_is_hooked(self) -> bool:
+        """Whether a PyTorch hook acts on the final norm or the unembedding, which then compute the readings too."""
+        return any(module._forward_hooks or module._forward_pre_hooks for module in (self.head.norm, self.head.unembed))
 
     @cached_property
     def _has_plain_logits(self) -> bool:

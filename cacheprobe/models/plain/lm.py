@@ -4,30 +4,26 @@ This file contains no code for requests, phases or the storage of captured state
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
+from itertools import product
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import RECURRENT
+from cacheprobe.core.hook_names import RECURRENT, SITES
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import BlockSum, HeadWriter, ModelError
 from cacheprobe.models.experts import own_experts, use_invariant_experts
-from cacheprobe.models.fast.functional import FUNCTIONAL, FunctionalForward, FunctionalLlama
-from cacheprobe.models.fast.operations import (
-    KernelOperations,
-    Operations,
-    QueuedOperations,
-    is_silu,
-    replace_forward,
-)
-from cacheprobe.models.fast.prepared import PreparedOperations
+from cacheprobe.models.fast.operations import KernelOperations, LoopOperations, is_silu, replace_forward
+from cacheprobe.models.fast.tape import Place, RecordedCache
+from cacheprobe.models.fast.tapes import ModelForward, Tapes
 from cacheprobe.models.hf.attention import ATTENTION, Attend, attending
-from cacheprobe.models.hf.cache import KVCacheAdapter, forward_inputs
+from cacheprobe.models.hf.cache import ForwardInputs, KVCacheAdapter, forward_inputs
 from cacheprobe.models.hf.masks import context_length, text_config
 from cacheprobe.models.hf.shared import SharedWeights, bridge_around, empty_model, user_hooks
 from cacheprobe.models.plain.bridged import WithBridge
@@ -44,19 +40,22 @@ from cacheprobe.ops.compiled.lanes import FORMATS
 from cacheprobe.ops.compiled.operations import TORCH, CompiledOperations
 from cacheprobe.ops.kernel_set import KernelSet
 
+_PLAIN_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Families whose blocks have only linear layers, RMSNorms, rotations, attention, gates and sums."""
+
 
 class PlainLM(WithBridge):
     """Runs a transformers model on our KVCache, as a CachedLM: a copy of it, which shares its weights. Finds the
-    modules of its states by their values. Computes without modules what `FUNCTIONAL` can, in compiled loops or kernels
-    where `use_operations` was given some.
+    modules of its states by their values. The modules compute in compiled loops or kernels where `use_operations` was
+    given some.
 
     Twin: the model's own uncached forward, close(1e-5) in float32; `check_model` compares both at load, to 1e-3. Also
     BridgeLM: logits, S, T, C, keys and values close(1e-4) in float32, since sums have another order.
     """
 
     path = "plain"
-    is_functional = True
-    """Whether passes that `FUNCTIONAL` can compute call no modules. The bits are the same either way."""
+    tapes: Tapes | None = None
+    """Computes the blocks of passes whose shape occurs again, without modules; None if all passes run the modules."""
 
     def __init__(self, live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str = "") -> None:
         """live: the transformers model, which may be inside a TransformerBridge.
@@ -113,25 +112,24 @@ class PlainLM(WithBridge):
         if bridge is not None:
             self._bridge_at_first = self._state_of_bridge(bridge)
         self._modules = list(self.model.modules())
-        is_dense = not packed_modules(live)
-        self._functional_class = next((kind for kind in FUNCTIONAL if is_dense and kind.takes(self.model)), None)
         self.use_operations(None)
 
     def use_operations(self, faster: CompiledOperations | KernelSet | None) -> None:
-        """Makes the forward and the readings compute with compiled loops or kernels; None for torch alone."""
+        """Makes the modules and the readings compute with compiled loops or kernels; None for torch alone."""
         self.operations = faster
-        self._functional: tuple[object, FunctionalForward] | None = None
-        product = None if faster is None else faster.product
-        self.mixtures = use_invariant_experts(self.model, product)
-        self._operations = Operations() if product is None else Operations(product)
-        by_module = None
-        if isinstance(faster, KernelSet) and self._functional_class is not None:
-            self._operations = by_module = KernelOperations(faster, self.model.config, self.n_layers)
-        elif isinstance(faster, CompiledOperations) and self._functional_class is FunctionalLlama:
-            by_module = QueuedOperations(faster.product, self.dtype)
-            self._operations = PreparedOperations(faster.product, self.dtype)
+        self.mixtures = use_invariant_experts(self.model, None if faster is None else faster.product)
+        self._by_module: LoopOperations | KernelOperations | None = None
+        if isinstance(faster, CompiledOperations):
+            self._by_module = LoopOperations(faster.product, self.dtype)
+        elif faster is not None:
+            self._by_module = KernelOperations(faster, self.model.config, self.n_layers)
         for module in self._modules:
-            replace_forward(module, product, by_module)
+            replace_forward(module, self._by_module)
+        self.tapes, self._taped = None, self.weights.taken
+        is_fixed = bool(self.mixtures or self.initial or self.sources or packed_modules(self.live))
+        if not (is_fixed or isinstance(faster, KernelSet)) and self.attends_by_request:
+            blocks = [self.model.get_submodule(block.path) for block in self.blocks]
+            self.tapes = Tapes(blocks, cast("LoopOperations | None", self._by_module), self.dtype)
 
     @property
     def config(self) -> LiveConfig:
@@ -143,61 +141,87 @@ class PlainLM(WithBridge):
         """Largest width, in tokens, up to which no result for a token depends, by construction, on the width of a pass
         or on its other requests: compiled loops or kernels compute products, norms, attention and activations. 0 if
         there is none. In wider passes torch computes the attention, by request, in calls whose shape has the width."""
-        if self._functional_class is not FunctionalLlama or not self.attends_by_request or self.has_own_hooks:
+        if type(self.model).__name__ not in _PLAIN_FAMILIES or not self.attends_by_request or self.has_own_hooks:
             return 0
         if getattr(self.model.model.rotary_emb, "rope_type", "default") in ROTATIONS_OF_PASSES:
             return 0
-        if isinstance(self._operations, KernelOperations):
+        if isinstance(self._by_module, KernelOperations):
             return self.n_ctx if self.device.type == "cuda" else 0  # elsewhere torch's loops compute the activation
-        is_in_loops = isinstance(self._operations, QueuedOperations)
+        is_in_loops = self._by_module is not None
         is_in_loops &= all(is_silu(layer.mlp.act_fn) for layer in self.model.model.layers)
         return MOST_TOKENS[FORMATS[self.dtype]] if is_in_loops else 0
 
     def _forward(
         self, token_ids: Tensor, cache: StagedCache, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
-        """Returns what `forward` returns. Calls no modules if `_functional_forward` has a forward for this pass."""
+        """Returns what `forward` returns. A tape computes the blocks of passes whose shape occurs again."""
         if not self.weights.is_current:
             self.weights.follow(self.name)
-        functional = self._functional_forward(cache)
+        if self.sources and cache.cache.head_masks.concern(cache.rows):
+            raise ModelError(
+                f"{self.name}: layers {', '.join(map(str, self.sources))} attend over the keys of others, so slots "
+                "are hidden in all layers and heads or in none; leave out layers= and heads="
+            )
         self.token_shape = (token_ids.shape[0], token_ids.shape[1])
-        inputs = forward_inputs(cache, self.config, self.n_ctx)
+        inputs, choice = forward_inputs(cache, self.config, self.n_ctx), self.logit_choice(logit_slots)
+
+        def outside(staged: StagedCache) -> Tensor:
+            """Returns the logits of the transformers model, or its residual stream after `num_layers` blocks."""
+            arguments = self._given(staged, inputs)
+            if num_layers is not None:
+                return self._residual(token_ids, arguments, num_layers)
+            return self.model(token_ids, use_cache=True, **arguments, **choice).logits
+
+        def whole(staged: StagedCache) -> Tensor:
+            """Returns the same, with the attention of this pass."""
+            tape = staged.tape if isinstance(staged, RecordedCache) else None
+            num_attending = self._num_attending(num_layers)
+            with attending(staged.spans, num_attending, self._attend(staged), self.attention_listeners, tape):
+                return outside(staged)
+
         with keeping_float64(self.dtype):
-            if functional is not None:
-                positions_and_masks = inputs["position_ids"], inputs["attention_mask"]
-                return functional(token_ids, cache, *positions_and_masks, self.listeners, num_layers, logit_slots)
-            memory = memory_of(cache.cache)
-            places = None if memory is None else RecurrentPlaces(memory, cache.rows, cache.starts)
-            adapter = KVCacheAdapter(cache, cache.starts[0], places)
-            named = {**inputs, **cache_argument(self.model, adapter)}
-            arguments = {name: value for name, value in named.items() if name in self._arguments}
-            with attending(cache.spans, self._num_attending(num_layers), self._attend(cache), self.attention_listeners):
-                if num_layers is not None:
-                    return self._residual(token_ids, arguments, num_layers)
-                choice = self.logit_choice(logit_slots)
-                logits = self.model(token_ids, use_cache=True, **arguments, **choice).logits
-                return logits if logit_slots is None or choice else logits[:, list(logit_slots)]
+            if self._may_tape(cache, num_layers):
+                assert self.tapes is not None
+                masks, forward = inputs["attention_mask"], ModelForward(whole, outside)
+                listed = [masks] if isinstance(masks, Tensor) else [*masks.values()]
+                noting = partial(self._noting, self.n_layers if num_layers is None else num_layers)
+                out = self.tapes.run(cache, listed, num_layers, forward, self.listeners, noting)
+            else:
+                out = whole(cache)
+        return out if logit_slots is None or choice or num_layers is not None else out[:, list(logit_slots)]
+
+    def _may_tape(self, cache: StagedCache, num_layers: int | None) -> bool:
+        """Returns True if a tape may compute this pass: nobody listens inside the blocks, or hides slots there."""
+        if self.tapes is None or num_layers == 0 or self.attention_listeners or not self._has_capture_hooks_only:
+            return False
+        if self._taped is not self.weights.taken:
+            self.tapes.forget()
+            self._taped = self.weights.taken
+        return self.tapes.takes(cache) and not cache.cache.head_masks.concern(cache.rows)
+
+    def _given(self, cache: StagedCache, inputs: ForwardInputs) -> dict[str, object]:
+        """Returns the arguments of the transformers model's forward."""
+        memory = memory_of(cache.cache)
+        places = None if memory is None else RecurrentPlaces(memory, cache.rows, cache.starts)
+        named = {**inputs, **cache_argument(self.model, KVCacheAdapter(cache, cache.starts[0], places))}
+        return {name: value for name, value in named.items() if name in self._arguments}
+
+    @contextmanager
+    def _noting(self, num_layers: int, note: Callable[[Place, Tensor], None]) -> Iterator[None]:
+        """Calls `note` with the activations of the first layers at sites pre, S, T and C inside the `with`."""
+
+        def keep(place: Place, value: Tensor) -> None:
+            """Notes the activation, and leaves it unchanged."""
+            note(place, value)
+
+        with ExitStack() as stack:
+            for site, layer in product(("pre", *SITES), range(num_layers)):
+                self._add_hooks(stack, site, layer, partial(keep, (site, layer)))
+            yield
 
     def cache_layers(self) -> tuple[Sequence[tuple[int, int, int]], Sequence[torch.device]]:
         """Returns the shape of each layer's cache, and its device."""
         return self.layer_shapes, self.layer_devices
-
-    def _functional_forward(self, cache: StagedCache) -> FunctionalForward | None:
-        """Returns the FunctionalForward, which calls no modules; None if the pass needs the modules. Raises: ModelError
-        if the cache hides slots, in some layers or heads, that other layers need."""
-        if is_cut := cache.cache.head_masks.concern(cache.rows):
-            if self.sources:
-                raise ModelError(
-                    f"{self.name}: layers {', '.join(map(str, self.sources))} attend over the keys of others, so slots "
-                    "are hidden in all layers and heads or in none; leave out layers= and heads="
-                )
-        is_heard = bool(self.attention_listeners) or not self._has_capture_hooks_only
-        if is_cut or is_heard or self._functional_class is None or not self.is_functional:
-            return None
-        if self._functional is None or self._functional[0] is not self.weights.taken:
-            made = self._functional_class(self.model, self._operations)
-            self._functional = self.weights.taken, made
-        return self._functional[1]
 
     @property
     def _has_capture_hooks_only(self) -> bool:
@@ -207,7 +231,7 @@ class PlainLM(WithBridge):
 
     def _attend(self, cache: StagedCache) -> Attend | None:
         """Returns the function that computes the attention of a pass; None for cacheprobe's attention in torch."""
-        operations = self._operations
+        operations = self._by_module
         if not (isinstance(operations, KernelOperations) and cache.is_written):
             return None
         return partial(operations.attend, cache)
@@ -301,8 +325,8 @@ class PlainLM(WithBridge):
     def fingerprint_of_path(self) -> dict[str, str | int | float]:
         """Returns what a fingerprint says of this path: its name, its attention, and what else it depends on."""
         attention = BY_REQUEST if self.attends_by_request else str(self.config._attn_implementation)
-        if isinstance(self._operations, KernelOperations):
-            attention = f"all slots up to the token's, {self._operations.kernels.text}"
+        if isinstance(self._by_module, KernelOperations):
+            attention = f"all slots up to the token's, {self._by_module.kernels.text}"
         products = self.operations.text if self.operations else TORCH
         recurrence = {"recurrence": "token by token"} if self.initial else {}
         return {"path": self.path, "attention": attention, "products": products, **recurrence}

@@ -22,6 +22,7 @@ from cacheprobe.core.hook_names import (
 from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.experts import capturing_routing, editing_routers, split
+from cacheprobe.models.fast.tapes import Tapes
 from cacheprobe.models.hf.attention import ATTENTION, OF_ATTENTION
 from cacheprobe.models.hf.lm import HuggingFaceLM
 from cacheprobe.models.plain.recurrence import hooking_states
@@ -55,6 +56,7 @@ class PlainSites(HuggingFaceLM):
     """Layer with a recurrent state -> (heads, numbers of a head)."""
     token_shape: tuple[int, int] = (0, 0)
     """(batch size, tokens) of the present forward."""
+    tapes: Tapes | None = None
     listeners: dict[tuple[str, int], list[Callable[[Tensor], None]]]
     """Functions that take the activations of a (site, layer); sites pre, S, T and C."""
     attention_listeners: dict[int, dict[str, list[Callable[[Tensor], None]]]]
@@ -72,8 +74,10 @@ class PlainSites(HuggingFaceLM):
         layer) pair of `sites` whose layer it runs. Raises: ModelError for a site that the model lacks."""
 
         def keep(site: str, layer: int, value: Tensor) -> None:
-            """Calls the sink and returns None, so that the activation stays unchanged."""
-            sink(site, layer, value)
+            """Calls the sink and returns None, so that the activation stays unchanged. While a tape runs, listeners
+            call it."""
+            if self.tapes is None or not self.tapes.is_busy:
+                sink(site, layer, value)
 
         others, routers = split(sites)
         recurrent = [layer for site, layer in others if site == RECURRENT]

@@ -38,7 +38,7 @@ from cacheprobe.ops.compiled.loops import multiply
 NUMBERS = 27
 """How many whole numbers describe an attention call; `attention.attention_call` writes them."""
 
-STORE_NUMBERS = 17
+STORE_NUMBERS = 23
 """How many describe a cache write; `attention.store_call` writes them."""
 
 
@@ -158,11 +158,12 @@ def store_task(call, like, task) -> None:
         return
     for part in range(2):
         depth, row_step, head_step, slot_step = call[9 + part], call[11 + part], call[13 + part], call[15 + part]
-        new = carray(pointer(call[part]), (call[8] * width * groups * depth,), like.dtype)
+        new_row, new_head, new_slot = call[17 + part], call[19 + part], call[21 + part]
+        new = carray(pointer(call[part]), (1,), like.dtype)
         held = carray(pointer(call[2 + part]), (1,), like.dtype)
         for t in range(width):
             for head in range(groups):
-                at = ((task * width + t) * groups + head) * depth
+                at = task * new_row + head * new_head + t * new_slot
                 to = row * row_step + head * head_step + (start + t) * slot_step
                 for i in range(depth):
                     held[np.uintp(to + i)] = new[np.uintp(at + i)]
@@ -288,16 +289,16 @@ def require_slots(places: NDArray[np.int64], num_slots: int) -> None:
 
 def store_call(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: Tensor, starts: Tensor) -> NDArray[np.int64]:
     """Returns the numbers that describe a cache write to the loops: as `ops.references.store_kv`, with int64 rows and
-    starts. k, v [b, g, t, d] lie in memory as [b, t, g, d]. The arguments must live until the loops have run.
+    starts. k, v: [b, g, t, d]. The arguments must live until the loops have run.
 
     Raises: ValueError for new keys or values of another layout or dtype, and for rows or starts of another dtype.
     """
     for new, held in ((k, keys), (v, values)):
-        if not new.transpose(1, 2).is_contiguous() or new.dtype != held.dtype or held.stride(3) != 1:
+        if new.stride(3) != 1 or new.dtype != held.dtype or held.stride(3) != 1:
             raise ValueError(f"a cache of {held.dtype} and new {new.dtype} of strides {new.stride()} are not written")
     if {rows.dtype, starts.dtype} != {torch.int64}:
         raise ValueError(f"rows of {rows.dtype} and starts of {starts.dtype}; both must be int64")
-    steps = zip(keys.stride()[:3], values.stride()[:3], strict=True)
+    steps = zip((*keys.stride()[:3], *k.stride()[:3]), (*values.stride()[:3], *v.stride()[:3]), strict=True)
     return np.array(
         (
             *(tensor.data_ptr() for tensor in (k, v, keys, values, rows, starts)), k.shape[2], k.shape[1], len(k),

@@ -15,7 +15,8 @@ from torch.nn.functional import linear, pad, silu
 
 from cacheprobe.ops.compiled.basics import COMPILER, FEATURES, find_thread_runner, run_on_threads
 from cacheprobe.ops.compiled.lanes import FLOATS, FORMATS, INNER_STEP, KINDS, LANES, OUTPUTS, PAIRS, TILES
-from cacheprobe.ops.compiled.queue import Queue, rows_at_once
+from cacheprobe.ops.compiled.queue import LLAMA, PLUS_ONE, ROUNDED_ONCE, NormKind, Queue, rows_at_once
+from cacheprobe.ops.compiled.queue_loops import SUM
 from cacheprobe.ops.compiled.reading_loops import CHUNK, NUMBERS, combine, logits_work, states_work, targets_work
 from cacheprobe.ops.compiled.tiles import SIDE, refusal_of_tiles, require_tiles
 from cacheprobe.ops.readout import Readout, read_logits
@@ -202,10 +203,10 @@ class CompiledOperations(NamedTuple):
     product: CompiledProduct
     readout: CompiledReadout
 
-    def norm(self, values: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, values: Tensor, weight: Tensor, eps: float, kind: NormKind = LLAMA) -> Tensor:
         """Returns the RMSNorm of values [..., m] with weight [m], without gradients."""
         queue = Queue(self.product.kind, weight.dtype)
-        out = queue.norm(values.contiguous(), weight.contiguous(), eps)
+        out = queue.norm(values.contiguous(), weight.contiguous(), eps, kind)
         queue.run()
         return out
 
@@ -291,17 +292,20 @@ def _product_error(product: CompiledProduct, dtype: torch.dtype) -> str | None:
 
 
 def _row_error(operations: CompiledOperations, dtype: torch.dtype) -> str | None:
-    """Compares norms and gates with float64. Returns an error text, or None."""
+    """Compares norms, activations and sums with float64. Returns an error text, or None."""
     generator = torch.Generator().manual_seed(0)
     values, others, weight = (torch.randn(size, generator=generator).to(dtype) for size in ((5, 70), (5, 70), (70,)))
-    queue = Queue(operations.product.kind, dtype)
-    gated = queue.gated(values, others)
+    queue, total = Queue(operations.product.kind, dtype), torch.empty_like(values)
+    made = {kind: operations.norm(values, weight, 1e-5, kind) for kind in (LLAMA, ROUNDED_ONCE, PLUS_ONE)}
+    activated = queue.silu(values)
+    queue.mapped(SUM, values, others, total)
     queue.run()
     wide = values.double()
-    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-    made = {"norm": operations.norm(values, weight, 1e-5), "gate": gated}
-    for name, expected in (("norm", normed), ("gate", silu(wide) * others.double())):
-        error = (made[name].double() - expected).abs()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    found = [(f"norm of kind {kind}", made[kind], normed * (weight.double() + kind[1])) for kind in made]
+    found += [("silu", activated, silu(wide)), ("sum", total, wide + others.double())]
+    for name, here, expected in found:
+        error = (here.double() - expected).abs()
         if not bool((error <= expected.abs() * 2 * _RELATIVE[dtype] + 1e-6).all()):
             return f"a {name} is {float(error.max()):.3g} away from float64's"
     return None

@@ -1,4 +1,4 @@
-"""Defines the loops of a forward that take one row or one number at a time (norms, rotations, gates and sums), and the
+"""Defines the loops of a forward that take one row or one number at a time (norms, activations, sums, copies), and the
 function that computes a queue of operations, one after another, on all threads.
 
 Every result is rounded to the dtype where the model's modules round it. To wake a thread takes longer than a small
@@ -32,9 +32,9 @@ from cacheprobe.ops.compiled.tiles import SIDE, use_tiles
 
 @njit(error_model="numpy")
 @no_type_check
-def norm_row(values, weight, width, eps, out, sums) -> None:
+def norm_row(values, weight, width, eps, out, sums, kind) -> None:
     """Writes the RMSNorm of the first `width` numbers of `values` to `out`. sums: room for LANES numbers; sum l takes
-    every l-th square."""
+    every l-th square.  kind: see `queue.NormKind`."""
     whole = width // LANES * LANES
     sums[:] = np.float32(0.0)
     for i in range(0, whole, LANES):
@@ -46,43 +46,28 @@ def norm_row(values, weight, width, eps, out, sums) -> None:
         sums[np.uintp(i - whole)] = multiply_add(x, x, sums[np.uintp(i - whole)])
     mean = fold_sum(sums, LANES) / np.float32(width)
     scale = np.float32(1.0) / np.sqrt(np.float32(mean + eps))
-    for i in range(width):
-        scaled = widened(narrowed(np.float32(widened(values[np.uintp(i)]) * scale), out))
-        out[np.uintp(i)] = narrowed(np.float32(widened(weight[np.uintp(i)]) * scaled), out)
-
-
-@njit(error_model="numpy")
-@no_type_check
-def gate_numbers(gate, up, start, end, out) -> None:
-    """Writes silu(gate) * up to the elements [start, end) of `out`. silu(x) = x / (1 + exp(-x))."""
-    one = np.float32(1.0)
-    for i in range(start, end):
-        x = widened(gate[np.uintp(i)])
-        power = exponential(-abs(x))
-        number = x if x >= np.float32(0.0) else np.float32(x * power)
-        activated = widened(narrowed(np.float32(number / (one + power)), out))
-        out[np.uintp(i)] = narrowed(np.float32(activated * widened(up[np.uintp(i)])), out)
+    rounds_first, added = kind[0], np.float32(kind[1])
+    if rounds_first:
+        for i in range(width):
+            scaled = widened(narrowed(np.float32(widened(values[np.uintp(i)]) * scale), out))
+            out[np.uintp(i)] = narrowed(np.float32(widened(weight[np.uintp(i)]) * scaled), out)
+    else:
+        for i in range(width):
+            scaled = np.float32(widened(values[np.uintp(i)]) * scale)
+            factor = np.float32(widened(weight[np.uintp(i)]) + added)
+            out[np.uintp(i)] = narrowed(np.float32(factor * scaled), out)
 
 
 @njit(error_model="numpy")
 @no_type_check
 def silu_numbers(values, start, end, out) -> None:
-    """Writes silu(values) to the elements [start, end) of `out`, as `gate_numbers` computes it."""
+    """Writes silu(values) to the elements [start, end) of `out`. silu(x) = x / (1 + exp(-x))."""
     one = np.float32(1.0)
     for i in range(start, end):
         x = widened(values[np.uintp(i)])
         power = exponential(-abs(x))
         number = x if x >= np.float32(0.0) else np.float32(x * power)
         out[np.uintp(i)] = narrowed(np.float32(number / (one + power)), out)
-
-
-@njit
-@no_type_check
-def add_numbers(values, others, start, end, out) -> None:
-    """Writes values + others to the elements [start, end) of `out`."""
-    for i in range(start, end):
-        total = np.float32(widened(values[np.uintp(i)]) + widened(others[np.uintp(i)]))
-        out[np.uintp(i)] = narrowed(total, out)
 
 
 @njit
@@ -94,26 +79,14 @@ def widen_numbers(values, start, end, out) -> None:
         out[np.uintp(i)] = widened(values[np.uintp(i)])
 
 
-@njit
-@no_type_check
-def rotate_row(values, heads, depth, cos, sin) -> None:
-    """Rotates the heads of one token, [heads, depth], in place. cos, sin: `depth` numbers each, the first half of `sin`
-    negated."""
-    half = depth // 2
-    for head in range(heads):
-        at = head * depth
-        for i in range(half):
-            a, b = widened(values[np.uintp(at + i)]), widened(values[np.uintp(at + half + i)])
-            kept = narrowed(np.float32(a * widened(cos[np.uintp(i)])), values)
-            turned = narrowed(np.float32(b * widened(sin[np.uintp(i)])), values)
-            kept_b = narrowed(np.float32(b * widened(cos[np.uintp(half + i)])), values)
-            turned_b = narrowed(np.float32(a * widened(sin[np.uintp(half + i)])), values)
-            values[np.uintp(at + i)] = narrowed(np.float32(widened(kept) + widened(turned)), values)
-            values[np.uintp(at + half + i)] = narrowed(np.float32(widened(kept_b) + widened(turned_b)), values)
-
-
-PRODUCT, NORM, ROTATE, GATE, SILU, ADD, WIDEN, PACK, STORE, ATTEND = range(10)
+PRODUCT, NORM, SILU, WIDEN, PACK, STORE, ATTEND, MAP = range(8)
 """Operations."""
+
+SUM, TIMES, MINUS, COPY = range(4)
+"""Operations of a MAP: a + b, a * b, -a and a."""
+
+MAP_NUMBERS = 21
+"""How many whole numbers describe a MAP; `Queue.mapped` writes them."""
 
 NUMBERS = 24
 """How many whole numbers describe an operation. Two counters come first, in a part of memory of their own: the next
@@ -123,7 +96,7 @@ tasks, and what `_compute` reads."""
 FIELDS = 8
 
 ROWS_AT_ONCE, NUMBERS_AT_ONCE = 4, 4096
-"""Rows of a norm or a rotation that are one task, and numbers of an operation on single numbers."""
+"""Rows of a norm that are one task, and numbers of an operation on single numbers."""
 
 
 @njit
@@ -154,19 +127,8 @@ def _norm(like, step, task, sums) -> None:
     for row in range(task * ROWS_AT_ONCE, min(rows, (task + 1) * ROWS_AT_ONCE)):
         offset = row * width * like.itemsize
         values = carray(pointer(step[3] + offset), (width,), like.dtype)
-        norm_row(values, weight, width, eps, carray(pointer(step[5] + offset), (width,), like.dtype), sums)
-
-
-@njit
-@no_type_check
-def _rotate(like, step, task) -> None:
-    """Rotates the heads of some tokens."""
-    rows, heads, depth = step[6], step[7], step[8]
-    for row in range(task * ROWS_AT_ONCE, min(rows, (task + 1) * ROWS_AT_ONCE)):
-        values = carray(pointer(step[3] + row * heads * depth * like.itemsize), (heads * depth,), like.dtype)
-        cos = carray(pointer(step[4] + row * depth * like.itemsize), (depth,), like.dtype)
-        sin = carray(pointer(step[5] + row * depth * like.itemsize), (depth,), like.dtype)
-        rotate_row(values, heads, depth, cos, sin)
+        out = carray(pointer(step[5] + offset), (width,), like.dtype)
+        norm_row(values, weight, width, eps, out, sums, (step[9], step[10]))
 
 
 @njit
@@ -187,18 +149,62 @@ def _pack(step, task) -> None:
 @no_type_check
 def _by_number(like, step, task) -> None:
     """Computes an operation on single numbers, for some of them."""
-    operation, count = step[0], step[6]
+    count = step[6]
     start, end = task * NUMBERS_AT_ONCE, min(count, (task + 1) * NUMBERS_AT_ONCE)
-    values, others = (carray(pointer(step[3]), (count,), like.dtype), carray(pointer(step[4]), (count,), like.dtype))
-    out = carray(pointer(step[5]), (count,), like.dtype)
-    if operation == GATE:
-        gate_numbers(values, others, start, end, out)
-    elif operation == ADD:
-        add_numbers(values, others, start, end, out)
-    elif operation == SILU:
-        silu_numbers(values, start, end, out)
+    values = carray(pointer(step[3]), (count,), like.dtype)
+    if step[0] == SILU:
+        silu_numbers(values, start, end, carray(pointer(step[5]), (count,), like.dtype))
     else:
         widen_numbers(values, start, end, carray(pointer(step[5]), (count,), np.float32))
+
+
+@njit
+@no_type_check
+def _map_row(operation, a, b, out, count, steps) -> None:
+    """Computes an operation of a MAP on `count` numbers. steps: elements from one number to the next, of each array."""
+    of_a, of_b, of_out = steps
+    if of_a == of_b == of_out == 1:  # the loops over neighbours are compiled for registers
+        if operation == SUM:
+            for i in range(count):
+                total = np.float32(widened(a[np.uintp(i)]) + widened(b[np.uintp(i)]))
+                out[np.uintp(i)] = narrowed(total, out)
+        elif operation == TIMES:
+            for i in range(count):
+                product = np.float32(widened(a[np.uintp(i)]) * widened(b[np.uintp(i)]))
+                out[np.uintp(i)] = narrowed(product, out)
+        elif operation == MINUS:
+            for i in range(count):
+                out[np.uintp(i)] = narrowed(-widened(a[np.uintp(i)]), out)
+        else:
+            for i in range(count):
+                out[np.uintp(i)] = a[np.uintp(i)]
+        return
+    for i in range(count):
+        x, y = a[np.uintp(i * of_a)], widened(b[np.uintp(i * of_b)])
+        if operation == COPY:
+            out[np.uintp(i * of_out)] = x
+        elif operation == MINUS:
+            out[np.uintp(i * of_out)] = narrowed(-widened(x), out)
+        else:
+            number = np.float32(widened(x) + y) if operation == SUM else np.float32(widened(x) * y)
+            out[np.uintp(i * of_out)] = narrowed(number, out)
+
+
+@njit
+@no_type_check
+def _map_task(call, like, task) -> None:
+    """Computes some rows of a MAP. call: operation, rows of a task, three addresses, and for each of four dimensions
+    its size (5 to 8) and the steps of the three arrays (9 to 20, array by array)."""
+    rows = call[5] * call[6] * call[7]
+    size = like.itemsize
+    for row in range(task * call[1], min(rows, (task + 1) * call[1])):
+        third, second, first = row % call[7], row // call[7] % call[6], row // (call[7] * call[6])
+        a_at = call[2] + (first * call[9] + second * call[10] + third * call[11]) * size
+        b_at = call[3] + (first * call[13] + second * call[14] + third * call[15]) * size
+        out_at = call[4] + (first * call[17] + second * call[18] + third * call[19]) * size
+        a, b = carray(pointer(a_at), (1,), like.dtype), carray(pointer(b_at), (1,), like.dtype)
+        out = carray(pointer(out_at), (1,), like.dtype)
+        _map_row(call[0], a, b, out, call[8], (call[12], call[16], call[20]))
 
 
 def queue_work(kind: int, format: int) -> CFunc:
@@ -232,12 +238,12 @@ def queue_work(kind: int, format: int) -> CFunc:
                     _product(kind, format, like, step, task, wide)
                 elif step[0] == NORM:
                     _norm(like, step, task, sums)
-                elif step[0] == ROTATE:
-                    _rotate(like, step, task)
                 elif step[0] == STORE:
                     store_task(carray(pointer(step[3]), (STORE_NUMBERS,), np.int64), like, task)
                 elif step[0] == ATTEND:
                     attend_task(carray(pointer(step[3]), (ATTENTION_NUMBERS,), np.int64), like, task)
+                elif step[0] == MAP:
+                    _map_task(carray(pointer(step[3]), (MAP_NUMBERS,), np.int64), like, task)
                 elif step[0] == PACK:
                     _pack(step, task)
                 else:
