@@ -35,7 +35,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "cacheprobe.analysis.replay": "Replay",
-    "cacheprobe.api": "estimate kv_snapshot load_model load_trace reference resume run stream verify",
+    "cacheprobe.api": "estimate kv_snapshot load_trace reference resume run stream verify",
     "cacheprobe.core.config": "CaptureConfig",
     "cacheprobe.core.records": "Request SamplingParams",
     "cacheprobe.core.registry": "register",
@@ -44,6 +44,7 @@ _NAMES = {
     "cacheprobe.engine.draft_costs": "draft_costs",
     "cacheprobe.kvcache.surgery": "KVSnapshot diff_rows",
     "cacheprobe.models.base": "CachedLM",
+    "cacheprobe.models.loaders": "load_model",
     "cacheprobe.models.prompts": "Chat",
     "cacheprobe.sweeps.engine": "SweepReport sweep",
     "cacheprobe.sweeps.results": "Sweep load_sweep",

@@ -106,8 +106,8 @@ def _beside_another(model: CachedLM, token_ids: Tensor) -> Tensor:
     starts at position 1."""
     n = token_ids.shape[1]
     cache = model.new_cache(2, min(n + 8, model.n_ctx))
-    model.forward(token_ids[:, : n - 3], cache, [1], [0])
-    model.forward(token_ids[:, :1], cache, [0], [0])
+    for row, tokens in ((1, token_ids[:, : n - 3]), (0, token_ids[:, :1])):
+        model.forward(tokens, cache, [row], [0], num_layers=model.n_layers)  # no logits: none is compared
     both = torch.cat((token_ids[:, 1:4], token_ids[:, n - 3 :]))
     return model.forward(both, cache, [0, 1], [1, n - 3])[1].float()
 

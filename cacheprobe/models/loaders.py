@@ -22,7 +22,7 @@ from cacheprobe.models.plain.files import (
     refuse_unknown_memory,
 )
 from cacheprobe.models.quantised.packed import packed_modules, require_usable
-from cacheprobe.models.settings import in_plain_settings
+from cacheprobe.models.settings import in_plain_settings, without_collection
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
 if TYPE_CHECKING:  # they take seconds to load
@@ -51,6 +51,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 @in_plain_settings()
+@without_collection()
 def load_model(
     model: "str | Path | LiveModule" = "smollm2-135m",
     tokenizer: LiveTokenizer = None,

@@ -49,7 +49,7 @@ class QuickReader(GGUFReader):
         kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
         inner, start = GGUFValueType(kind[0]), orig_offs + 12
         if inner == GGUFValueType.STRING:
-            end, values, view = start, [], memoryview(self._bytes)
+            end, values, view = start, [], self._bytes.data
             for _ in range(int(count[0])):
                 begin = end + 8
                 end = begin + _LENGTH.unpack_from(view, end)[0]
