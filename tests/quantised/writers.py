@@ -92,7 +92,7 @@ def _compressed(form: str, bits: int, kind: str = "int", rounds_activations: boo
     return write
 
 
-def _gguf(kind_name: str) -> QuantisedWriter:
+def gguf_writer(kind_name: str) -> QuantisedWriter:
     def write(live: LiveModule, folder: Path) -> None:
         """Writes a GGUF file of a llama, without a tokenizer; norms stay in float32."""
         from gguf import GGMLQuantizationType, GGUFWriter, quantize
@@ -145,9 +145,9 @@ def gguf_name(name: str) -> str:
 
 
 WRITERS: Mapping[str, QuantisedWriter] = {
-    "GGUF Q4_0": _gguf("Q4_0"),
-    "GGUF Q4_1": _gguf("Q4_1"),
-    "GGUF Q8_0": _gguf("Q8_0"),
+    "GGUF Q4_0": gguf_writer("Q4_0"),
+    "GGUF Q4_1": gguf_writer("Q4_1"),
+    "GGUF Q8_0": gguf_writer("Q8_0"),
     "bitsandbytes nf4": _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "bitsandbytes nf4 nested": _bitsandbytes(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True

@@ -5,7 +5,7 @@ transformers parses every token of the header in Python, three times, and keeps 
 """
 
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as reading
 from transformers.utils import logging
 
-from cacheprobe.core.live import LiveModule
+from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.core.terminal import without_progress_bars
 
 _WEIGHTS_AT_ONCE = 1 << 20
@@ -102,6 +102,9 @@ def convert_gguf(
     own = dict(pretrained_model_name_or_path=gguf.parent, gguf_file=gguf.name)
     with _quiet_transformers(), _reading_once():
         config = AutoConfig.from_pretrained(**own)
+        if has_tokenizer:
+            report(0, "reading the tokenizer")
+            _save_tokenizer(own, config.max_position_embeddings, splits_digits, directory)
         with torch.device("meta"):
             model: LiveModule = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.load_state_dict(_weights(gguf, model, check, report), strict=False, assign=True)
@@ -109,18 +112,18 @@ def convert_gguf(
         if missing := sorted(name for name, weight in model.state_dict().items() if weight.is_meta):
             return missing
         report(sum(weight.nbytes for weight in model.parameters()) // 10**6, "writing them")
-        model.save_pretrained(directory)
-        del model
-        if not has_tokenizer:
-            return []
-        tokenizer = AutoTokenizer.from_pretrained(**own)
-        if splits_digits:
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-            )
-        tokenizer.model_max_length = config.max_position_embeddings
-        tokenizer.save_pretrained(directory)
+        model.save_pretrained(directory, save_original_format=False)  # mixtures in one piece, as they are read
         return []
+
+
+def _save_tokenizer(own: Mapping[str, object], max_length: int, splits_digits: bool, directory: Path) -> None:
+    tokenizer: LiveTokenizer = AutoTokenizer.from_pretrained(**own)
+    if splits_digits:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    tokenizer.model_max_length = max_length
+    tokenizer.save_pretrained(directory)
 
 
 def _weights(

@@ -282,6 +282,10 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.{int(count < 1e7)}f} MB"
 
 
+_ERRORS = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ImportError)
+"""What transformers raises for a file that it cannot read."""
+
+
 def convert(gguf: Path, header: GGUFHeader, progress: bool, directory: Path) -> None:
     """Converts a GGUF file into `directory`. progress: show a bar on stderr.
 
@@ -304,8 +308,9 @@ def convert(gguf: Path, header: GGUFHeader, progress: bool, directory: Path) -> 
             )
         except ModelError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, ImportError) as error:
-            raise ModelError(f"{gguf}: transformers cannot read it ({type(error).__name__}: {error!s:.160})") from error
+        except _ERRORS as error:
+            said = " ".join(str(error).split())
+            raise ModelError(f"{gguf}: transformers cannot read it ({type(error).__name__}: {said:.160})") from error
     if missing:
         raise ModelError(f"{gguf} lacks {len(missing)} of the model's weights, such as {missing[0]}; get it again")
 
