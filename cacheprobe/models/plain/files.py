@@ -18,15 +18,13 @@ from cacheprobe.models.converted import cache_directory
 from cacheprobe.models.hf.masks import chunk_size, sliding_window, text_config
 from cacheprobe.models.known import (
     EMBEDDED,
-    SMOLLM2,
     embedded_directory,
     embedded_state,
-    is_smollm2_gguf,
     require_known,
     shipped,
     why_no_hub,
 )
-from cacheprobe.models.quantised.gguf import gguf_directory, gguf_file, read_header
+from cacheprobe.models.quantised.gguf import gguf_directory, gguf_file
 from cacheprobe.models.quantised.packed import (
     convert_dense,
     dequantising,
@@ -210,14 +208,7 @@ def plain_model(
     """
     name = str(model)
     require_known(name)
-    source, note, quantised = name, "", ""
-    if name in EMBEDDED:
-        source, note = _embedded(name, progress)
-    elif (gguf := gguf_file(name)) is not None and is_smollm2_gguf(gguf):
-        source, quantised = str(embedded_directory(SMOLLM2, progress)), read_header(gguf).note
-    elif gguf is not None:
-        folder, quantised, note = gguf_directory(gguf, progress)
-        source = str(folder)
+    source, quantised, note = _source(name, progress)
     is_local = Path(source).is_dir() or bool(why_no_hub())
 
     import torch
@@ -307,12 +298,18 @@ def _why(name: str, source: str, error: Exception) -> str:
     return f"{name}: {first_line}"
 
 
-def _embedded(name: str, progress: bool) -> tuple[str, str]:
-    """Returns (directory, note about the weights) of a model of EMBEDDED: the converted weights if its packages are
-    installed, otherwise the hub's weights and the note "". Raises: ModelError if there is neither."""
+def _source(name: str, progress: bool) -> tuple[str, str, str]:
+    """Returns (folder or hub name for transformers, how its weights were quantised, note about them); converts a GGUF
+    file first. A model of EMBEDDED comes from the hub if its packages are absent. Raises: ModelError if it is not
+    there either, and as `gguf_directory`."""
+    if name not in EMBEDDED:
+        if (gguf := gguf_file(name)) is None:
+            return name, "", ""
+        folder, quantised, note = gguf_directory(gguf, progress)
+        return str(folder), quantised, note
     model = EMBEDDED[name]
     if embedded_state(name) in ("converted", "installed"):
-        return str(embedded_directory(name, progress)), model.weights
+        return str(embedded_directory(name, progress)), "", model.weights
     absent = f"{name} is not here: {model.title} is not installed: {model.install}"
     if not model.hub:
         raise ModelError(absent)
@@ -320,7 +317,7 @@ def _embedded(name: str, progress: bool) -> tuple[str, str]:
 
     try:
         files = ["*.json", "*.safetensors", "*.txt"]
-        return snapshot_download(model.hub, allow_patterns=files, local_files_only=bool(why_no_hub())), ""
+        return snapshot_download(model.hub, allow_patterns=files, local_files_only=bool(why_no_hub())), "", ""
     except Exception as error:  # whatever the network, the hub or its cache object to
         raise ModelError(f"{absent}; nor can it be had from the hub as {model.hub}") from error
 

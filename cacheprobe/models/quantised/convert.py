@@ -6,7 +6,7 @@ transformers parses every token of the header in Python, three times, and keeps 
 
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -68,14 +68,10 @@ def _reading_once() -> Iterator[None]:
     """Lets transformers parse the header of a GGUF file once inside the `with`, by QuickReader, for config and
     tokenizer alike."""
     parse = cache(reading.load_gguf_checkpoint)
-
-    def parsed(path: str, return_tensors: bool = False) -> dict[str, object]:
-        """Returns a copy of the config, which its reader changes."""
-        return {"config": deepcopy(parse(path)["config"])}
-
     with (
         patch.object(gguf_package, "GGUFReader", cache(QuickReader)),
-        patch.object(reading, "load_gguf_checkpoint", parsed),
+        # a copy, because the reader of a config changes it
+        patch.object(reading, "load_gguf_checkpoint", lambda path, **_: {"config": deepcopy(parse(path)["config"])}),
     ):
         yield
 
@@ -100,7 +96,9 @@ def convert_gguf(
     """
     gguf = gguf.resolve()
     own = dict(pretrained_model_name_or_path=gguf.parent, gguf_file=gguf.name)
-    with _quiet_transformers(), _reading_once():
+    with ExitStack() as quiet, without_progress_bars(), _reading_once():
+        quiet.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
         config = AutoConfig.from_pretrained(**own)
         if has_tokenizer:
             report(0, "reading the tokenizer")
@@ -153,15 +151,3 @@ def _weights(
         if read.name in names:
             parsed["tensors"][names[read.name]] = torch.from_numpy(read.weights).contiguous()
     return parsed["tensors"]
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hides transformers' progress bars and warnings inside the `with`."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with without_progress_bars():
-            yield
-    finally:
-        logging.set_verbosity(verbosity)

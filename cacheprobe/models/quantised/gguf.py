@@ -195,8 +195,7 @@ def gguf_directory(gguf: Path, progress: bool = True) -> tuple[Path, str, str]:
     sha256 = sha256_of_gguf(gguf)
     target = cache_directory() / f"{gguf.stem}-{sha256[:12]}-gguf-v{_VERSION}"
     if not is_complete(target):
-        header = read_header(gguf)
-        require_convertible(gguf, header, target.parent)
+        header = checked_header(gguf, target.parent)
         notes = {"weights": header.note, "tokenizer": _tokenizer_note(header)}
         origin = {"source": gguf.name, "sha256": sha256, **notes}
         commit_directory(partial(convert, gguf, header, progress), target, origin)
@@ -204,17 +203,18 @@ def gguf_directory(gguf: Path, progress: bool = True) -> tuple[Path, str, str]:
     return target, str(stored["weights"]), str(stored["tokenizer"])
 
 
-def require_convertible(gguf: Path, header: GGUFHeader, folder: Path) -> None:
-    """Checks a GGUF file by its header, before anything is written. Creates `folder`, where the converted model will
-    be, if needed.
+def checked_header(gguf: Path, folder: Path) -> GGUFHeader:
+    """Returns the header of a GGUF file that can be converted. Creates `folder`, where the converted model will be, if
+    needed.
 
-    Raises: ModelError for an architecture or a rope scaling that transformers does not read, types that gguf cannot
-    dequantise, and a `folder` that is too full or cannot be written.
+    Raises: ModelError as `read_header`; for an architecture or a rope scaling that transformers does not read; for
+    types that gguf cannot dequantise; and for a `folder` that is too full or cannot be written.
     """
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
+    header = read_header(gguf)
     known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
     named = header.architecture.replace("-", "_"), header.architecture.replace("moe", "_moe"), header.architecture
     if not {*known} & {*named}:
@@ -233,6 +233,7 @@ def require_convertible(gguf: Path, header: GGUFHeader, folder: Path) -> None:
         except NotImplementedError as error:
             raise ModelError(f"{gguf}: the package gguf cannot dequantise {name}; give another quantisation") from error
     _require_room(gguf, folder, header.float32_bytes)
+    return header
 
 
 def _require_plain_rope(gguf: Path, header: GGUFHeader) -> None:
