@@ -71,7 +71,7 @@ def names(small: Path) -> dict[str, Any]:
     """What the quick start's block of names defines, made once for all pages."""
     scope: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(files, "_shipped", lambda name, progress: (str(small), "a tiny model of the tests"))
+        patched.setattr(files, "_embedded", lambda name, progress: (str(small), "a tiny model of the tests"))
         exec(names_block(), scope)
     return scope
 
@@ -98,7 +98,7 @@ def test_the_blocks_of_a_page_run(
         assert shown in code
         code = code.replace(shown, small_one)
     if "adapter=" not in code:
-        monkeypatch.setattr(files, "_shipped", lambda name, progress: (str(small), "a tiny model of the tests"))
+        monkeypatch.setattr(files, "_embedded", lambda name, progress: (str(small), "a tiny model of the tests"))
     monkeypatch.chdir(tmp_path)
     if DICTIONARY in code:
         random_dictionary(layer=12).save(DICTIONARY)

@@ -208,7 +208,12 @@ def plain_model(
     """
     name = str(model)
     require_known(name)
-    source, quantised, note = _source(name, progress)
+    source, quantised, note = name, "", ""
+    if name in EMBEDDED:
+        source, note = _embedded(name, progress)
+    elif (gguf := gguf_file(name)) is not None:
+        folder, quantised, note = gguf_directory(gguf, progress)
+        source = str(folder)
     is_local = Path(source).is_dir() or bool(why_no_hub())
 
     import torch
@@ -298,18 +303,12 @@ def _why(name: str, source: str, error: Exception) -> str:
     return f"{name}: {first_line}"
 
 
-def _source(name: str, progress: bool) -> tuple[str, str, str]:
-    """Returns (folder or hub name for transformers, how its weights were quantised, note about them); converts a GGUF
-    file first. A model of EMBEDDED comes from the hub if its packages are absent. Raises: ModelError if it is not
-    there either, and as `gguf_directory`."""
-    if name not in EMBEDDED:
-        if (gguf := gguf_file(name)) is None:
-            return name, "", ""
-        folder, quantised, note = gguf_directory(gguf, progress)
-        return str(folder), quantised, note
+def _embedded(name: str, progress: bool) -> tuple[str, str]:
+    """Returns (folder, note about the weights) of a model of EMBEDDED; the hub's weights and "" if its packages are
+    absent. Raises: ModelError if they are not on the hub either."""
     model = EMBEDDED[name]
     if embedded_state(name) in ("converted", "installed"):
-        return str(embedded_directory(name, progress)), "", model.weights
+        return str(embedded_directory(name, progress)), model.weights
     absent = f"{name} is not here: {model.title} is not installed: {model.install}"
     if not model.hub:
         raise ModelError(absent)
@@ -317,7 +316,7 @@ def _source(name: str, progress: bool) -> tuple[str, str, str]:
 
     try:
         files = ["*.json", "*.safetensors", "*.txt"]
-        return snapshot_download(model.hub, allow_patterns=files, local_files_only=bool(why_no_hub())), "", ""
+        return snapshot_download(model.hub, allow_patterns=files, local_files_only=bool(why_no_hub())), ""
     except Exception as error:  # whatever the network, the hub or its cache object to
         raise ModelError(f"{absent}; nor can it be had from the hub as {model.hub}") from error
 
