@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from cacheprobe import analysis, lenses, tasks
     from cacheprobe import views as plots
     from cacheprobe.analysis.replay import Replay
-    from cacheprobe.api import estimate, kv_snapshot, load_model, load_trace, reference, resume, run, stream, verify
+    from cacheprobe.api import estimate, kv_snapshot, load_trace, reference, resume, run, stream, verify
     from cacheprobe.core.config import CaptureConfig
     from cacheprobe.core.records import Request, SamplingParams
     from cacheprobe.core.registry import register
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cacheprobe.kvcache.surgery import KVSnapshot, diff_rows
     from cacheprobe.lenses import probes
     from cacheprobe.models.base import CachedLM
+    from cacheprobe.models.loaders import load_model
     from cacheprobe.models.prompts import Chat
     from cacheprobe.sweeps.engine import SweepReport, sweep
     from cacheprobe.sweeps.results import Sweep, load_sweep

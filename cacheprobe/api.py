@@ -1,4 +1,4 @@
-"""Defines the functions that a notebook needs: load_model, run, estimate, stream, reference, verify, kv_snapshot and
+"""Defines the functions that a notebook needs: run, estimate, stream, reference, verify, kv_snapshot and
 load_trace; `imports.py` has import_generate and import_vllm."""
 
 import warnings
@@ -27,7 +27,6 @@ from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.loaders import load_model
 from cacheprobe.models.settings import hold_model
 from cacheprobe.models.weights import hashing_once
 from cacheprobe.trace.places import clean_finished
@@ -39,7 +38,7 @@ from cacheprobe.trace.trace import Trace
 from cacheprobe.trace.trace import load_trace as open_trace
 
 __all__ = [
-    "estimate", "kv_snapshot", "load_model", "load_trace", "reference", "resume", "run", "stream", "verify",
+    "estimate", "kv_snapshot", "load_trace", "reference", "resume", "run", "stream", "verify",
 ]  # fmt: skip
 
 

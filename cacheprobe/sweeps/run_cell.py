@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from cacheprobe.analysis.measures import by_layer, lens_readings
-from cacheprobe.api import load_model, run
+from cacheprobe.api import run
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.records import SamplingParams
 from cacheprobe.core.registry import make
 from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.loaders import load_model
 from cacheprobe.sweeps.cells import Cell, ModelKey, code_version, libraries
 from cacheprobe.sweeps.factory import NEEDS_STATES, make_changes, make_lens
 from cacheprobe.sweeps.store import SweepStore

@@ -182,7 +182,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("cacheprobe.api.load_model", forbidden)
+    monkeypatch.setattr("cacheprobe.models.loaders.load_model", forbidden)
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer"])

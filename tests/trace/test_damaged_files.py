@@ -100,7 +100,7 @@ def test_verify_files_compares_them_without_a_model(
         code = app(["verify", "--files", str(directory)], result_action="return_value", exit_on_error=False)
         return code, capsys.readouterr().out
 
-    monkeypatch.setattr("cacheprobe.api.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("cacheprobe.models.loaders.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     assert verify(copy) == (0, "compared with their checksums: 7 files\n")
     shard, rows = next(copy.glob("states-*")), next(copy.glob("rows-*"))

@@ -57,7 +57,7 @@ def test_a_command_refuses_before_it_loads_a_model(
     words: tuple[str, ...], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, `cacheprobe run --out` over a run deleted it, after minutes of computing."""
-    monkeypatch.setattr("cacheprobe.api.load_model", no_model)
+    monkeypatch.setattr("cacheprobe.models.loaders.load_model", no_model)
     before = contents(saved)
     with pytest.raises(TraceError, match=r"already holds a run .*, or replace the run with --overwrite"):
         command(*words, "--out", str(saved))
@@ -84,7 +84,7 @@ def test_an_import_replaces_the_run_with_overwrite(saved: Path, tmp_path: Path) 
 
 def test_the_demo_refuses_a_directory_of_others_before_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It replaces its own runs, as its help says; the second directory is checked before the first run too."""
-    monkeypatch.setattr("cacheprobe.api.load_model", no_model)
+    monkeypatch.setattr("cacheprobe.models.loaders.load_model", no_model)
     (tmp_path / "demo-thinking").mkdir()
     (tmp_path / "demo-thinking" / "thesis.tex").write_text("years of work")
     with pytest.raises(TraceError, match=r"demo-thinking holds files that are not a trace, such as thesis\.tex"):

@@ -139,7 +139,7 @@ class RunReader:
 
     def _model(self, tables: RunTables) -> "CachedLM":
         """Loads the model of a run. Raises: ValueError if it has other weights than the run's."""
-        from cacheprobe.api import load_model
+        from cacheprobe.models.loaders import load_model
 
         fingerprint = tables.run.fingerprint
         model = load_model(
