@@ -14,6 +14,7 @@ from cacheprobe.analysis.summary import behaviour_line
 from cacheprobe.core.config import CaptureConfig, EngineOptions, TokenRow
 from cacheprobe.core.hook_names import ALL_SITES
 from cacheprobe.core.records import Observer, SamplingParams
+from cacheprobe.core.terminal import announcing
 from cacheprobe.core.values import JsonDict, folder
 from cacheprobe.edits.interventions.base import Intervention, as_interventions
 from cacheprobe.engine.continuation import REFERENCE, prepare_again, unfinished_run
@@ -40,6 +41,9 @@ from cacheprobe.trace.trace import load_trace as open_trace
 __all__ = [
     "estimate", "kv_snapshot", "load_trace", "reference", "resume", "run", "stream", "verify",
 ]  # fmt: skip
+
+
+_TRYING = "trying pass shapes: which give every token the same bits, once for this model, processor and versions"
 
 
 class RunOptions(EngineOptions, OutputOptions, total=False):
@@ -117,7 +121,8 @@ def run(
     )  # fmt: skip
     with ExitStack() as stack:
         with hashing_once():
-            prepared = prepare(make_plan(model, prompts, given, is_on_disk=to.get("out") is not None))
+            with announcing(_TRYING, progress):
+                prepared = prepare(make_plan(model, prompts, given, is_on_disk=to.get("out") is not None))
             plan, meta = prepared.plan, _meta_of(drafter, to)
             bar = stack.enter_context(_progress_bar(plan, progress))
             stop = stack.enter_context(cancelling(prepared.states, progress))

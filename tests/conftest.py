@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -64,6 +65,16 @@ def written_at_once() -> Iterator[None]:
     """No test cuts the power, so none waits until the disk has what was written."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_remembered() -> Iterator[None]:
+    """Faults are planted in models whose fingerprint stays the same, so no result of a trial is stored."""
+    from cacheprobe.engine import trial_results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial_results, "_path", lambda model: Path(os.devnull, "none"))
         yield
 
 

@@ -25,8 +25,8 @@ class ImportFlags:
     model: str | None = None
     """Name or directory of the model that generated; it reads every text, and its states are compared with all imported
     ones."""
-    dtype: str = "float32"
-    """dtype of that model: float32, bfloat16, float16 or float64."""
+    dtype: str = "auto"
+    """dtype of that model: auto (that of its files), float32, bfloat16, float16 or float64."""
     tokenizer: str | None = None
     """Name or directory of a tokenizer, for texts without a model."""
     name: str | None = None

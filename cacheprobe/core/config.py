@@ -27,6 +27,8 @@ DETERMINISMS = ("verify", "invariant")
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 DTYPES = (*RUN_DTYPES, "float64")
 """dtypes of a model's weights."""
+AUTO = "auto"
+"""In place of a dtype: that of the model's files."""
 KEPT_DTYPES = (*DTYPES, "int8")
 """dtypes of kept states. float64 serves as the reference that shows how exact the other dtypes are; it takes twice the
 bytes of float32. int8 rounds each vector with a scale of its own (`ops.state_codec`) and takes m + 4 bytes."""

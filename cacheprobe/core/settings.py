@@ -117,8 +117,8 @@ class ModelFlags:
 
     model: str = "smollm2-135m"
     """"smollm2-135m", a hub name or a local directory."""
-    dtype: str = "bfloat16"
-    """float32, bfloat16, float16 or float64."""
+    dtype: str = "auto"
+    """auto (that of the model's files), float32, bfloat16, float16 or float64."""
     device: str | None = None
     """cpu, cuda or cuda:1; the CPU by default."""
     adapter: str | None = None

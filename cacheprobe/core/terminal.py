@@ -1,6 +1,7 @@
 """Prints on a terminal: progress bars on stderr, and small tables on stdout."""
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,6 +111,19 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if was_on:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def announcing(message: str, is_shown: bool = True, after: float = 1.0) -> Iterator[None]:
+    """Prints a line on stderr if what is inside the `with` takes longer than `after` seconds."""
+    timer = threading.Timer(after, print, (message,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if is_shown:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 # -- tables

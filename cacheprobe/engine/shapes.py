@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import CAPACITY_STEP
 from cacheprobe.engine.passes import is_out_of_memory
 from cacheprobe.engine.shape_trial import ShapeTrial, num_trials
+from cacheprobe.engine.trial_results import known_results, remember
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops.compiled.attention import MOST_TOKENS
@@ -50,9 +50,9 @@ _FEWEST_PROMPTS = 4
 _SHORT_TEXT, _MORE_THAN_LOOPS = 3, 4
 """Tokens of the short texts of that trial. The others are too long for attention in loops, by that many tokens."""
 _BEYOND = "beyond the context"
-"""First part of the key in `_known` of a pass over more cache slots than the model's context."""
+"""First part of the key of the result of a pass over more cache slots than the model's context."""
 _FORBIDDEN = "batched prompts"
-"""Key in `_known` of a fault that was found in a prefill pass with several prompts during a run."""
+"""Key of a fault that was found in a prefill pass with several prompts during a run."""
 
 
 class ShapeRefused(ValueError):
@@ -67,10 +67,6 @@ class Hooked:
     """(site, layer) of the attention heads that are captured."""
     edited: tuple[tuple[str, int], ...] = ()
     """(site, layer) that interventions change."""
-
-
-_known: "WeakKeyDictionary[CachedLM, dict[Hashable, str | None]]" = WeakKeyDictionary()
-"""Text about the first difference that a trial found, None without one: by model, then by shape, hooks and settings."""
 
 
 def serving_config(
@@ -237,7 +233,7 @@ def batches_prompts(model: CachedLM, config: EngineConfig, hooked: Hooked, num_p
     """
     if num_prompts < _FEWEST_PROMPTS or config.pad_prefill or config.prefill_group > 1 or hooked.edited:
         return False
-    if not _independent_width(model) or _known.setdefault(model, {}).get(_FORBIDDEN):
+    if not _independent_width(model) or known_results(model, [_FORBIDDEN]).get(_FORBIDDEN):
         return False
     capacity = config_to_try(config, model.attends_by_request).capacity
     in_loops = MOST_TOKENS[FORMATS[model.dtype]] if model.dtype in FORMATS else 0
@@ -255,7 +251,7 @@ def batches_prompts(model: CachedLM, config: EngineConfig, hooked: Hooked, num_p
 
 def forbid_batched_prompts(model: CachedLM, fault: str) -> None:
     """Makes `batches_prompts` return False for a model from now on. fault: text about the difference that was found."""
-    _known.setdefault(model, {})[_FORBIDDEN] = fault
+    remember(model, {_FORBIDDEN: fault})
 
 
 def _faults(
@@ -269,8 +265,8 @@ def _faults(
 
     keys: of each shape, the key of its result.  tried: yields the trials of the shapes whose result is not known.
     """
-    known = _known.setdefault(model, {})
     keys = {shape: (key, hooked, *numeric_settings().values()) for shape, key in keys.items()}
+    known = known_results(model, keys.values())
     if untried := [shape for shape, key in keys.items() if key not in known]:
         found: dict[tuple[int, int], str] = {}
         with _hooks(model, hooked):
@@ -278,19 +274,20 @@ def _faults(
                 for shape in [shape for shape in untried if shape not in found]:
                     if (fault := trial.run_at(*shape)) is not None:
                         found[shape] = fault
-        known.update({keys[shape]: found.get(shape) for shape in untried})
+        remember(model, {keys[shape]: found.get(shape) for shape in untried})
     return {shape: known[key] for shape, key in keys.items()}
 
 
 def _fault(model: CachedLM, batch: int, width: int, capacity: int, phase: str, hooked: Hooked) -> str | None:
     """Returns text about the first difference in a trial of a pass shape; None if all bits are equal. Stores the
     result."""
-    known, key = _known.setdefault(model, {}), (batch, width, capacity, phase, hooked, *numeric_settings().values())
+    key = (batch, width, capacity, phase, hooked, *numeric_settings().values())
+    known = known_results(model, [key])
     if key not in known:
         with _hooks(model, hooked):
             numbers = range(num_trials(model, batch, width))
             trials = (ShapeTrial(model, batch, width, capacity, phase, number) for number in numbers)
-            known[key] = next(filter(None, (trial.fault() for trial in trials)), None)
+            remember(model, {key: next(filter(None, (trial.fault() for trial in trials)), None)})
     return known[key]
 
 
@@ -314,15 +311,17 @@ def _fault_beyond_context(model: CachedLM, capacity: int) -> str | None:
     that of a model with a table of positions (MPT's ALiBi); None without one, and if no pass attends over them all."""
     if model.attends_by_request:
         return None
-    known, key = _known.setdefault(model, {}), (_BEYOND, capacity)
+    key = (_BEYOND, capacity)
+    known = known_results(model, [key])
     if key not in known:
+        fault = None
         try:
             model.forward(torch.zeros(1, 1, dtype=torch.long), model.new_cache(1, capacity), [0], [0])
-            known[key] = None
         except (RuntimeError, IndexError) as error:
             if is_out_of_memory(error):
                 raise
-            known[key] = f"{type(error).__name__}: {error!s:.120}"
+            fault = f"{type(error).__name__}: {error!s:.120}"
+        remember(model, {key: fault})
     return known[key]
 
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack, cast
 
-from cacheprobe.core.config import DTYPES
+from cacheprobe.core.config import AUTO, DTYPES
 from cacheprobe.core.live import LiveModule, LiveTokenizer
+from cacheprobe.core.terminal import announcing
 from cacheprobe.core.values import JsonDict, require_known_options
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.known import require_known, shipped_folder
@@ -65,9 +66,10 @@ def load_model(
     tokenizer: for a live model; without one, prompts must be lists of token ids. It is used as it is, and not changed:
     `model.encode(text)` gives `tokenizer(text).input_ids`. Of a TransformerBridge, the tokenizer as its files configure
     it, without the start token that TransformerLens adds.
-    dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: float32 for a name or directory. A live
-    model or a bridge keeps its own dtype; another dtype is refused. In float64 no state is rounded to float32, even
-    where the libraries would do so: use it to measure the error of the other dtypes.
+    dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: "auto", the dtype of the model's files,
+    as transformers takes it; float32 for a .gguf file and with an adapter. A live model or a bridge keeps its own
+    dtype; another dtype is refused. In float64 no state is rounded to float32, even where the libraries would do so:
+    use it to measure the error of the other dtypes.
     device: "cpu", "cuda" or "cuda:1", for a name or directory; a live model or a bridge stays on its device.
     device_map: instead of device, the device of each part of the model, as transformers takes it: a dict or "auto".
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. The adapter is merged
@@ -95,7 +97,7 @@ def load_model(
     is_named = isinstance(model, str | Path)
     loaded = _named(model, tokenizer, dtype, device_map, options) if is_named else _live(model, tokenizer, options)
     own_dtype = str(loaded.dtype).removeprefix("torch.")
-    if not is_named and dtype not in (None, own_dtype):
+    if not is_named and dtype not in (AUTO, own_dtype):
         raise ModelError(f"{loaded.name} is in {own_dtype}, not {dtype}; convert it with .to(torch.{dtype}) first")
     if (think := options.get("think_while_decoding")) is not None:
         cast("ThinkingLM", loaded).set_think_while_decoding(think)
@@ -109,7 +111,7 @@ def load_model(
 def _named(
     model: "str | Path",
     tokenizer: LiveTokenizer,
-    dtype: str | None,
+    dtype: str,
     device_map: "DeviceMap | None",
     options: LoadOptions,
 ) -> CachedLM:
@@ -119,7 +121,7 @@ def _named(
     name, adapter = str(model), options.get("adapter")
     if not name.strip():
         raise ModelError("the model's name is empty; give a name, a directory or a model")
-    own_dtype = getattr(torch, dtype or "float32")
+    own_dtype = torch.float32 if dtype == AUTO else getattr(torch, dtype)
     folder = shipped_folder("checkpoints", name) if "/" not in name else None
     if folder is None and is_thinking_folder(Path(model)):
         folder = Path(model)
@@ -135,7 +137,7 @@ def _named(
     require_known(name)  # before what takes seconds to import
     live, tokenizer, note = plain_model(
         model,
-        (dtype or "float32") if adapter is None else "float32",
+        dtype if adapter is None else "float32",
         tokenizer,
         device_map=device_map if adapter is None else None,  # an adapter is merged on the CPU
         trust_remote_code=options.get("trust_remote_code") is True,
@@ -143,7 +145,7 @@ def _named(
     )
     products = options.get("products", "auto")
     if adapter is None:
-        return wrap_live(live, tokenizer, name, note, products)
+        return wrap_live(live, tokenizer, name, note, products, options.get("progress", True))
     if packed_modules(live):
         raise ModelError(f"{model}: an adapter is merged into dense weights, and these are packed; give a dense model")
     from cacheprobe.models.hf.adapters import adapter_directory, merge_adapter
@@ -152,7 +154,8 @@ def _named(
     live = live.to(own_dtype)
     if isinstance(device_map, Mapping):
         live = live.to(device_map[""])
-    wrapped = wrap_live(live, tokenizer, name, "; ".join(filter(None, (note, merged))), products)
+    note = "; ".join(filter(None, (note, merged)))
+    wrapped = wrap_live(live, tokenizer, name, note, products, options.get("progress", True))
     wrapped.adapter = str(adapter)
     return wrapped
 
@@ -185,10 +188,12 @@ def _live(model: LiveModule, tokenizer: LiveTokenizer, options: LoadOptions) -> 
     if not (hasattr(model, "config") and hasattr(model, "forward")):
         raise ModelError(f"cannot load a {kind}; give a name, a directory, a transformers model or a bridge")
     refuse_unknown_memory(model.config, type(model).__name__)
-    return wrap_live(model, tokenizer, name, "", options.get("products", "auto"))
+    return wrap_live(model, tokenizer, name, "", options.get("products", "auto"), options.get("progress", True))
 
 
-def wrap_live(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str, products: str) -> "BridgeLM | PlainLM":
+def wrap_live(
+    live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str, products: str, progress: bool = True
+) -> "BridgeLM | PlainLM":
     """Returns a checked PlainLM around a live transformers model, with the operations that `products` of `load_model`
     says; if it refuses the model, such as one whose modules are not those of its class, a checked BridgeLM.
 
@@ -206,7 +211,8 @@ def wrap_live(live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str, 
     note = note if text in note else "; ".join(filter(None, (note, text)))
     try:
         plain = PlainLM(live, tokenizer, name, note)
-        faster = _operations(plain, products)
+        with announcing("compiling loops, once for this processor and these versions", progress, after=3.0):
+            faster = _operations(plain, products)
         arrange_weights(live, by_output=faster is not None)
         plain.use_operations(faster)
         check_model(plain)
@@ -281,9 +287,9 @@ def _refuse_thoughts(options: LoadOptions, what: str) -> None:
         )
 
 
-def _dtype_name(dtype: object) -> str | None:
-    """Returns the name of a dtype, such as "float32"; None for None. Raises: ModelError for an unsupported dtype."""
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
-    if name is not None and name not in DTYPES:
-        raise ModelError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)}")
+def _dtype_name(dtype: object) -> str:
+    """Returns the name of a dtype, such as "float32"; "auto" for None. Raises: ModelError for an unsupported dtype."""
+    name = AUTO if dtype is None else str(dtype).removeprefix("torch.")
+    if name not in (AUTO, *DTYPES):
+        raise ModelError(f"unknown dtype {name!r}; choose one of {', '.join((AUTO, *DTYPES))}")
     return name

@@ -25,7 +25,7 @@ def _none_of_text(value: object) -> object:
 
 Text = Annotated[str, Field(min_length=1)]
 Maybe = Annotated[Text | None, BeforeValidator(_none_of_text)]
-DType = Literal["float32", "bfloat16", "float16"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 Products = Literal["auto", "torch"]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Seed = Annotated[int, Field(ge=0, strict=True)]
@@ -45,7 +45,7 @@ class Axes(_Strict):
     """
 
     model: Text = ModelFlags.model
-    dtype: DType = "float32"
+    dtype: DType = "auto"
     adapter: Maybe = ModelFlags.adapter
     products: Products = ModelFlags.products
     task: Text = "coin_flip"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
+from cacheprobe.core.config import AUTO
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.core.terminal import without_progress_bars
 from cacheprobe.models.base import ModelError
@@ -200,8 +201,8 @@ def plain_model(
     """Loads a model with transformers from a name or directory. Returns (model, tokenizer or None, note); the note says
     that its weights are quantised or dequantised, or that code of the model's own was run; "" for other models.
 
-    tokenizer: returned unchanged if given.  device_map: as returned by `placement`.  trust_remote_code: run
-    Python files that come with the model, if transformers does not know its type.
+    dtype_name: "auto" for that of the files.  tokenizer: returned unchanged if given.  device_map: as returned by
+    `placement`.  trust_remote_code: run Python files that come with the model, if transformers does not know its type.
     Raises: ModelError for a model that cannot be loaded, whose memory cannot be rolled back, whose quantisation is
     unknown or needs a library that is not installed, or whose files lack weights: transformers would fill them with
     random numbers.
@@ -233,7 +234,7 @@ def plain_model(
             warnings.filterwarnings("ignore", "You passed `quantization_config`")  # on purpose: it dequantises
             loaded: LiveModule = AutoModelForCausalLM.from_pretrained(
                 source,
-                dtype=getattr(torch, dtype_name),
+                dtype=dtype_name if dtype_name == AUTO else getattr(torch, dtype_name),
                 device_map=device_map,
                 output_loading_info=True,
                 **trusted,
@@ -246,7 +247,8 @@ def plain_model(
                 "the whole model again"
             )
         require_placed(live, name)
-        convert_dense(live, getattr(torch, dtype_name))
+        if dtype_name != AUTO:
+            convert_dense(live, getattr(torch, dtype_name))
         if quantised:
             mark_dequantised(live, quantised)
         if tokenizer is None:

@@ -1,0 +1,84 @@
+"""What the trials of pass shapes found is read by a later process, and not for other weights, dtypes or threads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import cacheprobe as cp
+from cacheprobe.engine import shapes, trial_results
+from cacheprobe.models.plain.lm import PlainLM
+from tests.tiny import PROMPTS, SMALL, hf_model
+
+ASKED = {name: value for name, value in SMALL.items() if name != "group"}
+
+
+@pytest.fixture
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The shapes that are tried; results are stored in a folder of the test."""
+    made: list[tuple] = []
+
+    class Counted(shapes.ShapeTrial):
+        """A trial that is counted."""
+
+        def __init__(self, model: PlainLM, *shape: object) -> None:
+            made.append(shape)
+            super().__init__(model, *shape)
+
+    monkeypatch.setattr(shapes, "ShapeTrial", Counted)
+    monkeypatch.setattr(trial_results, "_path", own_path)
+    monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path))
+    return made
+
+
+own_path = trial_results._path
+"""That of the module: the set-up of all tests replaces it."""
+
+
+def run(model: PlainLM) -> list[int]:
+    return cp.run(model, PROMPTS, **ASKED, deterministic=True).committed(0)
+
+
+def another_process(dtype: torch.dtype = torch.float32, seed: int = 0) -> PlainLM:
+    """The same weights in a model of which this process knows nothing."""
+    return cp.load_model(hf_model("llama", dtype, seed))
+
+
+def test_a_later_process_tries_nothing(tried: list[tuple], tmp_path: Path) -> None:
+    first = run(another_process())
+    count = len(tried)
+    assert count and len(list((tmp_path / "trials").iterdir())) == 1
+    assert run(another_process()) == first and len(tried) == count
+
+
+@pytest.mark.parametrize("change", ["weights", "dtype", "threads"])
+def test_other_bits_are_tried_anew(tried: list[tuple], change: str) -> None:
+    run(another_process())
+    count = len(tried)
+    if change == "threads":
+        torch.set_num_threads(1)
+    run(another_process(torch.bfloat16 if change == "dtype" else torch.float32, 1 if change == "weights" else 0))
+    assert len(tried) > count
+
+
+def test_a_fault_of_a_run_is_known_to_the_next_process(tried: list[tuple]) -> None:
+    model = another_process()
+    shapes.forbid_batched_prompts(model, "other keys")
+    assert trial_results.known_results(another_process(), [shapes._FORBIDDEN])[shapes._FORBIDDEN] == "other keys"
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '"x"'])
+def test_a_damaged_file_is_written_anew(tried: list[tuple], tmp_path: Path, content: str) -> None:
+    run(another_process())
+    (file,) = (tmp_path / "trials").iterdir()
+    file.write_text(content)
+    count = len(tried)
+    run(another_process())
+    assert len(tried) == 2 * count
+    run(another_process())
+    assert len(tried) == 2 * count
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(tried: list[tuple], tmp_path: Path) -> None:
+    (tmp_path / "trials").write_text("a file")
+    assert run(another_process())
