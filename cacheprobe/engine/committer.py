@@ -69,9 +69,10 @@ def top_choices(model: CachedLM, logits: Float[Tensor, "n v"]) -> Sequence[Choic
     Twin: `describe` of the first token id of the largest logit; ids and margins ==, log-probabilities close(1e-5).
     """
     operations = getattr(model, "operations", None)  # only some kinds of model have compiled loops
-    if operations is None or isinstance(operations, KernelSet):  # its given logits are read by torch
+    readout = operations.readout if operations else getattr(model, "logits_readout", None)
+    if readout is None or isinstance(operations, KernelSet):  # its given logits are read by torch
         return [None] * len(logits)
-    found = operations.readout.of_logits(logits, torch.full((len(logits),), -1), 2)
+    found = readout.of_logits(logits, torch.full((len(logits),), -1), 2)
     largest = logits.gather(1, found.top_token_ids).double()
     margins = (largest[:, 0] - largest[:, 1]).tolist()
     ids, nats = found.top_token_ids[:, 0].tolist(), found.top_logprob_nats[:, 0].tolist()

@@ -205,6 +205,7 @@ def wrap_live(
     from cacheprobe.models.plain.bridged import bridge_of
     from cacheprobe.models.plain.lm import PlainLM
     from cacheprobe.models.weights import arrange_weights
+    from cacheprobe.ops.compiled.operations import choose_readout
 
     require_no_other_bridge(live, name)
     text = require_usable(live, name)
@@ -215,6 +216,8 @@ def wrap_live(
             faster = _operations(plain, products)
         arrange_weights(live, by_output=faster is not None)
         plain.use_operations(faster)
+        if faster is None and products == "auto":
+            plain.logits_readout = choose_readout(plain.dtype, plain.device)
         check_model(plain)
         return plain
     except ModelError as refusal:

@@ -11,13 +11,14 @@ from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.hf.bridge import BridgeLM
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.attention import BY_REQUEST
+from cacheprobe.ops.compiled import operations
 from cacheprobe.ops.compiled.basics import COMPILER
 from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.equality import bitwise, close
 from tests.compiled import on_loops
 from tests.feeding import GARBAGE, fed_in_parts, texts
 from tests.shapes import fixed_pass, serving
-from tests.tiny import QUICK_FAMILIES, VOCAB, by_modules, hf_model, loaded
+from tests.tiny import PROMPTS, QUICK_FAMILIES, SMALL, VOCAB, by_modules, hf_model, loaded
 
 pytestmark = pytest.mark.determinism
 
@@ -207,6 +208,28 @@ def test_readings_of_the_loops_are_those_of_the_twin(family: str) -> None:
     model.use_operations(None)
     assert bitwise(model.read_out(states), slow) and model.read_tokens(states, targets, 5) is None
     assert model.fingerprint()["readings"] == "torch"
+
+
+def test_loops_read_the_logits_that_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's products are faster than the loops', as in float32 on Intel's processors."""
+    monkeypatch.setattr(operations, "choose", lambda *of: operations.LoopChoice(None, "a test"))
+    ours, theirs = (cp.load_model(hf_model(), products=products) for products in ("auto", "torch"))
+    assert ours.operations is None and theirs.logits_readout is None
+    if operations._refusal(ours.dtype, ours.device):
+        assert ours.logits_readout is None
+        return
+    calls: list[int] = []
+    read = operations.CompiledReadout.of_logits
+    monkeypatch.setattr(
+        operations.CompiledReadout, "of_logits", lambda self, *given: (calls.append(1), read(self, *given))[1]
+    )
+    mine, other = (cp.run(model, PROMPTS[:2], capture="SZ", **SMALL) for model in (ours, theirs))
+    found, wanted = (trace.hypotheses().sort_values(["row", "layer"]) for trace in (mine, other))
+    assert calls and mine.tokens == other.tokens
+    for name in ("row", "layer", "token_id", "rank", "committed_token_id"):
+        assert found[name].tolist() == wanted[name].tolist(), name
+    assert abs(found.logprob_nats.to_numpy() - wanted.logprob_nats.to_numpy()).max() < 1e-5
+    assert mine.fingerprint["readings"] == operations.READ_IN_LOOPS and other.fingerprint["readings"] == "torch"
 
 
 def test_building_it_draws_no_random_numbers() -> None:

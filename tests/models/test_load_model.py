@@ -74,6 +74,14 @@ def test_directory_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
         cp.run(model, "heads", **SMALL)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_dtype_of_the_files_is_the_default(tmp_path: Path, dtype: str) -> None:
+    hf_model("llama", getattr(torch, dtype)).save_pretrained(tmp_path)
+    for asked in ({}, {"dtype": "auto"}, {"dtype": None}):
+        assert str(cp.load_model(tmp_path, **asked).dtype) == f"torch.{dtype}"
+    assert cp.load_model(tmp_path, dtype="float16").dtype == torch.float16
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes_reach_the_states(directory: Path, dtype: str) -> None:
     model = cp.load_model(directory, dtype=dtype)

@@ -32,7 +32,7 @@ from cacheprobe.models.weights import (
     sha256_of,
     stop_ids,
 )
-from cacheprobe.ops.compiled.operations import TORCH, CompiledOperations
+from cacheprobe.ops.compiled.operations import READ_IN_LOOPS, TORCH, CompiledOperations, CompiledReadout
 from cacheprobe.ops.compiled.queue import LLAMA
 from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.ops.readout import Readout
@@ -183,6 +183,8 @@ class HuggingFaceLM(BaseLM):
     """The adapter that load_model merged into the weights."""
     operations: CompiledOperations | KernelSet | None = None
     """Set by load_model; None for torch's."""
+    logits_readout: CompiledReadout | None = None
+    """Set by load_model where torch computes the products and loops read the logits."""
     head: Head
     sources: Mapping[int, int] = {}
     """Layer without keys and values of its own -> the layer whose keys and values it reads."""
@@ -325,7 +327,7 @@ class HuggingFaceLM(BaseLM):
             "architecture": type(self.live).__name__,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": ", ".join(dict.fromkeys(map(str, self.cache_layers()[1]))),
-            "readings": self.operations.text if self.operations else TORCH,
+            "readings": self.operations.text if self.operations else READ_IN_LOOPS if self.logits_readout else TORCH,
             **({"experts": EXPERTS} if self.mixtures else {}),
             **self.fingerprint_of_path(),
             **numeric_settings(),

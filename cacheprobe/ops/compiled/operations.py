@@ -192,6 +192,8 @@ class _Call:
 
 TORCH = "torch"
 """Text in the fingerprint if torch computes the products and readings."""
+READ_IN_LOOPS = f"torch, statistics of logits in loops by {COMPILER}"
+"""Text in the fingerprint for `choose_readout`."""
 
 _RELATIVE = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Largest relative difference from float64 that the trial accepts: one rounding, and for float32 the sum's order."""
@@ -246,18 +248,39 @@ def choose(dtype: torch.dtype, device: torch.device) -> LoopChoice:
     )
 
 
+@cache
+def choose_readout(dtype: torch.dtype, device: torch.device) -> CompiledReadout | None:
+    """Returns the loops that read given logits, for where torch computes the products because it is faster; None where
+    they cannot run, or fail their trial."""
+    if _refusal(dtype, device):
+        return None
+    readout = CompiledReadout(CompiledProduct(FLOATS))
+    try:
+        return None if _readout_error(readout, dtype, has_products=False) else readout
+    except Exception:  # numba and LLVM raise errors of many kinds
+        return None
+
+
+def _refusal(dtype: torch.dtype, device: torch.device) -> str:
+    """Returns why no loops run for a dtype on a device; "" if they can."""
+    has = torch.cpu.get_capabilities()
+    if device.type != "cpu" or dtype not in _RELATIVE:
+        return f"{_name(dtype)} on {device.type} is computed by torch"
+    if has.get("architecture") != "x86_64" or not (has.get("avx2") and has.get("fma3")):
+        return "the processor is no x86-64 with AVX2"
+    if not FEATURES >= {"+avx2", "+fma"}:
+        return "numba compiles for a processor without AVX2 (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES)"
+    if find_thread_runner() is None:
+        return "this torch has no GNU OpenMP library, on whose threads the loops run"
+    return ""
+
+
 def _kind(dtype: torch.dtype, device: torch.device) -> tuple[int | None, str]:
     """Returns (kind of innermost loop, None for torch; the reason)."""
     has = torch.cpu.get_capabilities()
     is_intel = str(has.get("cpu_name", "")).startswith("Intel")
-    if device.type != "cpu" or dtype not in _RELATIVE:
-        return None, f"{_name(dtype)} on {device.type} is computed by torch"
-    if has.get("architecture") != "x86_64" or not (has.get("avx2") and has.get("fma3")):
-        return None, "the processor is no x86-64 with AVX2"
-    if not FEATURES >= {"+avx2", "+fma"}:
-        return None, "numba compiles for a processor without AVX2 (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES)"
-    if find_thread_runner() is None:
-        return None, "this torch has no GNU OpenMP library, on whose threads the loops run"
+    if refusal := _refusal(dtype, device):
+        return None, refusal
     if dtype == torch.float16 and has.get("amx_fp16"):
         return None, "the processor has matrix units for float16, which torch uses"
     if dtype == torch.float32 and is_intel:
@@ -311,14 +334,18 @@ def _row_error(operations: CompiledOperations, dtype: torch.dtype) -> str | None
     return None
 
 
-def _readout_error(readout: CompiledReadout, dtype: torch.dtype) -> str | None:
-    """Compares readings with `read_logits`. Returns an error text, or None."""
+def _readout_error(readout: CompiledReadout, dtype: torch.dtype, has_products: bool = True) -> str | None:
+    """Compares readings with `read_logits`: of given logits and, with `has_products`, of states. Returns an error text,
+    or None."""
     generator = torch.Generator().manual_seed(0)
     states, weight = (torch.randn(size, generator=generator).to(dtype) for size in ((9, 64), (1300, 64)))
-    logits = readout.product(states, weight)
+    logits = readout.product(states, weight) if has_products else linear(states, weight)
     targets = torch.tensor([-1, 0, 5, 511, 512, 600, 1299, 700, -1])
     expected = read_logits(logits, targets, 5)
-    for made in (readout.of_logits(logits, targets, 5), readout.of_states(states, weight, None, targets, 5)):
+    found = [readout.of_logits(logits, targets, 5)]
+    if has_products:
+        found.append(readout.of_states(states, weight, None, targets, 5))
+    for made in found:
         for name, here, there in zip(Readout._fields, made, expected, strict=True):
             if not torch.allclose(here.double(), there.double(), rtol=1e-5, atol=2e-5, equal_nan=True):
                 return f"another {name} than torch's"

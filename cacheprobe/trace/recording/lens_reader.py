@@ -51,7 +51,8 @@ class LensReader:
     def __init__(self, model: CachedLM, lens: Lens, top_k: int) -> None:
         self.model, self.lens, self.top_k = model, lens, top_k
         operations = getattr(model, "operations", None)  # only some kinds of model have compiled loops
-        self._read_logits = operations.readout.of_logits if operations else read_logits
+        readout = operations.readout if operations else getattr(model, "logits_readout", None)
+        self._read_logits = readout.of_logits if readout else read_logits
         self._read_tokens = getattr(model, "read_tokens", None) if operations else None
         self._to_residual = _residual_of(lens)
         self._open: dict[int, list[Queued]] = {}
