@@ -161,9 +161,10 @@ def attend_by_request(
     """
     is_plain = softcap is None and sinks is None
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    if is_plain and serves(q) and (rows := [row for row, pieces in enumerate(spans.pieces) if pieces]):
+    if sinks is None and serves(q) and (rows := [row for row, pieces in enumerate(spans.pieces) if pieces]):
         keys, values = cached(rows[0], 1)
-        return decode_attention(q, keys, values, mask, spans.request_table(cached), factor).transpose(1, 2).flatten(2)
+        out = decode_attention(q, keys, values, mask, spans.request_table(cached), factor, softcap)
+        return out.transpose(1, 2).flatten(2)
     batch, heads, width, _ = q.shape
     attend = scaled_dot_product_attention if is_plain else partial(_attend_by_scores, softcap=softcap, sinks=sinks)
     outputs = []
@@ -173,11 +174,12 @@ def attend_by_request(
             own, of_row = q[row : row + 1, :, :count], partial(cached, row)
             if not pieces:
                 out = q.new_zeros(1, heads, width, of_row(1)[1].shape[3])
-            elif is_plain and count < width and serves(own):
-                out = decode_attention(own, *of_row(1), mask[row : row + 1, :, :count], spans.own_table(row), factor)
+            elif sinks is None and count < width and serves(own):
+                own_mask = mask[row : row + 1, :, :count]
+                out = decode_attention(own, *of_row(1), own_mask, spans.own_table(row), factor, softcap)
             else:
-                own_mask = partial(spans.mask, mask, row, count, heads // of_row(1)[0].shape[1])
-                out = _attend_alone(own, of_row, own_mask, pieces, partial(attend, scale=scale), threads)
+                of_span = partial(spans.mask, mask, row, count, heads // of_row(1)[0].shape[1])
+                out = _attend_alone(own, of_row, of_span, pieces, partial(attend, scale=scale), threads)
             outputs.append(out if count == width else pad(out, (0, 0, 0, width - count)))
         return torch.cat(outputs).transpose(1, 2).reshape(batch, width, -1)
 

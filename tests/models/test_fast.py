@@ -191,7 +191,7 @@ def test_fixed_shapes_fix_the_bits(family: str, dtype: torch.dtype, shape: tuple
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_readings_of_the_loops_are_those_of_the_twin(family: str) -> None:
-    """Norm, bias and soft cap as in its twin, on either path; without stored logits too, unless they are capped."""
+    """Norm, bias and soft cap as in its twin, on either path; without stored logits too."""
     model = on_loops(cp.load_model(hf_model(family, torch.bfloat16)))
     states = torch.randn(40, model.d_model, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.inference_mode():
@@ -201,9 +201,12 @@ def test_readings_of_the_loops_are_those_of_the_twin(family: str) -> None:
     assert bitwise(made, model.bridged().read_out(states))
     targets = torch.arange(40) % model.d_vocab
     read = model.read_tokens(states, targets, 5)
-    assert (read is None) == (family == "gemma2")
-    if read is not None:
-        wanted = model.operations.readout.of_logits(made, targets, 5)
+    wanted = model.operations.readout.of_logits(made, targets, 5)
+    if family == "gemma2":  # torch's tanh has other last bits, which rounding to bfloat16 hides in most logits
+        assert (read.top_token_ids == wanted.top_token_ids).float().mean() > 0.98
+        assert torch.allclose(read.entropy_nats, wanted.entropy_nats, atol=1e-3)
+        assert torch.allclose(read.target_logprob_nats, wanted.target_logprob_nats, atol=0.02)
+    else:
         assert all(bitwise(here, there) for here, there in zip(read, wanted, strict=True))
     model.use_operations(None)
     assert bitwise(model.read_out(states), slow) and model.read_tokens(states, targets, 5) is None

@@ -161,6 +161,26 @@ def test_readings_of_states_have_the_bits_of_their_logits(
 
 
 @all_cases
+def test_readings_of_capped_logits(kind: int, dtype: torch.dtype) -> None:
+    """As Gemma 2 caps them, each step rounded; a row has the same bits alone, and NaN stays NaN."""
+    product = CompiledProduct(kind)
+    readout = CompiledReadout(product)
+    states, weight = drawn(dtype, (70, 64), (1300, 64))
+    targets = torch.arange(70) * 17
+    logits = (product(states, weight) / 5.0).tanh() * 5.0
+    made, wanted = readout.of_states(states, weight, None, targets, 5, 5.0), read_logits(logits, targets, 5)
+    near = 2e-5 if dtype == torch.float32 else 5 * ROUNDING[dtype]  # torch's tanh has other last bits
+    for name in ("top_logprob_nats", "entropy_nats", "target_logprob_nats"):
+        assert torch.allclose(getattr(made, name), getattr(wanted, name), atol=near), name
+    assert (made.target_rank - wanted.target_rank).abs().float().mean() < (0.1 if dtype == torch.float32 else 20)
+    alone = readout.of_states(states[9:10], weight, None, targets[9:10], 5, 5.0)
+    assert all(bitwise(here, there[9:10]) for here, there in zip(alone, made, strict=True))
+    assert float(made.top_logprob_nats.max()) < float(readout.of_states(states, weight, None, targets, 5)[1].max())
+    states[3, 5] = torch.nan
+    assert readout.of_states(states, weight, None, targets, 5, 5.0).entropy_nats.isnan().nonzero().tolist() == [[3]]
+
+
+@all_cases
 def test_readings_of_what_is_no_number(kind: int, dtype: torch.dtype) -> None:
     """A row with a NaN or an infinite logit has no distribution; the other rows keep theirs."""
     product = CompiledProduct(kind)

@@ -26,8 +26,10 @@ from cacheprobe.models.fast.torch_operations import (
     again,
     aten,
     read_by_map,
+    replaced,
     require_known_before,
     share_memory,
+    tensors_in,
 )
 from cacheprobe.models.weights import Norm
 from cacheprobe.ops.attention import AttentionSpans, attend_by_request
@@ -251,15 +253,14 @@ class Tape(TorchDispatchMode):
             raise NotTapedError("an attention is not over a layer's keys and a mask of the pass")
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         with _disable_current_modes():
-            if self._queue is not None and softcap is None and sinks is None and serves(q) and q.stride(-1) == 1:
+            if self._queue is not None and sinks is None and serves(q) and q.stride(-1) == 1:
                 held = self._pass.keys[layer][:1], self._pass.values[layer][:1]
                 strides = (*held[0].stride(), *held[1].stride())
                 _, places = self._places.setdefault(strides, (layer, self._table(layer)))
-                out = self._queue.attend(q, *held, self._masks[number], places, factor)
+                out = self._queue.attend(q, *held, self._masks[number], places, factor, softcap)
                 call = self._queue.described[-1]
-                self._calls.append(
-                    (call, partial(self._attention_call, layer, q, number, factor, places, int(call[4])))
-                )
+                make = partial(self._attention_call, layer, q, number, (factor, softcap), places, int(call[_OUT]))
+                self._calls.append((call, make))
                 return out.transpose(1, 2).flatten(2)
             self._close()
             compute = partial(self._attend_by_torch, layer, q, number, factor, softcap, sinks)
@@ -367,32 +368,21 @@ class Tape(TorchDispatchMode):
         return places
 
     def _attention_call(
-        self, layer: int, q: Tensor, number: int, scale: float, places: NDArray[np.int64], out: int, cache: StagedCache
+        self,
+        layer: int,
+        q: Tensor,
+        number: int,
+        scale: tuple[float, float | None],
+        places: NDArray[np.int64],
+        out: int,
+        cache: StagedCache,
     ) -> NDArray[np.int64]:
-        """Returns the numbers that describe an attention over a cache. out: address of the result."""
+        """Returns the numbers that describe an attention over a cache. scale: and soft cap.  out: address of the
+        result."""
         held = cache.keys[layer][:1], cache.values[layer][:1]
-        call, _ = attention_call(q, *held, self._masks[number], places, scale)
+        call, _ = attention_call(q, *held, self._masks[number], places, *scale)
         call[_OUT] = out
         return call
 
     def _store_call(self, layer: int, k: Tensor, v: Tensor, cache: StagedCache) -> NDArray[np.int64]:
         return store_call(k, v, cache.keys[layer], cache.values[layer], self._rows, self._starts)
-
-
-def tensors_in(args: tuple[ModuleValue, ...], kwargs: Mapping[str, ModuleValue]) -> list[Tensor]:
-    """Returns the tensors among the arguments of a block, with the residual stream first."""
-    return [one for one in tree_leaves((args, dict(kwargs))) if isinstance(one, Tensor)]
-
-
-@contextmanager
-def replaced(module: nn.Module, forward: Callable[..., ModuleValue]) -> Iterator[None]:
-    """Makes a module compute by `forward` inside the `with`."""
-    own = vars(module)
-    before = own.get("forward")
-    own["forward"] = forward
-    try:
-        yield
-    finally:
-        del own["forward"]
-        if before is not None:
-            own["forward"] = before

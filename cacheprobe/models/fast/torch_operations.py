@@ -1,10 +1,12 @@
-"""Computes an operation of torch again, into the memory of its first result, and knows those that cannot be."""
+"""Computes an operation of torch again, into the memory of its first result, and refuses those of which this would be
+wrong. Replaces the forward of a module for a time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
@@ -74,3 +76,22 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 def _writes_out(func: OpOverload) -> bool:
     """Returns True if an operation of torch writes its one result to the argument `out`."""
     return [one.name for one in func._schema.arguments if one.is_out] == ["out"]
+
+
+def tensors_in(args: tuple[ModuleValue, ...], kwargs: Mapping[str, ModuleValue]) -> list[Tensor]:
+    """Returns the tensors among the arguments of a block, with the residual stream first."""
+    return [one for one in tree_leaves((args, dict(kwargs))) if isinstance(one, Tensor)]
+
+
+@contextmanager
+def replaced(module: nn.Module, forward: Callable[..., ModuleValue]) -> Iterator[None]:
+    """Makes a module compute by `forward` inside the `with`."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        del own["forward"]
+        if before is not None:
+            own["forward"] = before

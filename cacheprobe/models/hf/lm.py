@@ -273,17 +273,18 @@ class HuggingFaceLM(BaseLM):
     @torch.inference_mode()
     def read_tokens(self, states: Tensor, target_token_ids: Tensor, top_k: int) -> Readout | None:
         """Returns the Readout of `read_out`'s logits of residual states [n, m], without storing the logits; None if
-        that cannot be done: torch computes the products, or the architecture caps or scales its logits.
+        that cannot be done: torch computes the products, or the architecture scales its logits.
 
         target_token_ids: [n], -1 for none.
         Twin: ops.readout.read_logits of `read_out`, ids and ranks ==, numbers close(1e-5).
         """
-        if self.operations is None or not self._has_plain_logits or self._head_is_hooked:
+        if self.operations is None or (cap := self._logit_cap) is None or self._head_is_hooked:
             return None
         _, weight, bias, _ = self.output_parts()
-        added = bias if bias is not None and bool(bias.any()) else None
-        normed = self._after_last_norm(states)
-        return self.operations.readout.of_states(normed, weight, added, target_token_ids, top_k)
+        given = self._after_last_norm(states), weight, bias if bias is not None and bool(bias.any()) else None
+        if isinstance(self.operations, CompiledOperations):
+            return self.operations.readout.of_states(*given, target_token_ids, top_k, cap)
+        return None if cap else self.operations.readout.of_states(*given, target_token_ids, top_k)
 
     def _after_last_norm(self, states: Tensor) -> Tensor:
         """Returns residual states [n, m] after the final norm, with the bits of the forward that the operations
@@ -302,10 +303,15 @@ class HuggingFaceLM(BaseLM):
         return any(module._forward_hooks or module._forward_pre_hooks for module in (self.head.norm, self.head.unembed))
 
     @cached_property
-    def _has_plain_logits(self) -> bool:
-        """Whether the architecture neither caps nor scales its logits."""
+    def _logit_cap(self) -> float | None:
+        """The soft cap of the architecture's logits; 0 if it neither caps nor scales them, None for another change."""
         some = torch.linspace(-100, 100, 64, dtype=self.dtype, device=self.device).view(1, 1, -1)
-        return bool(torch.equal(self.head.finish(some.clone()), some))
+        finished = self.head.finish(some.clone())
+        if torch.equal(finished, some):
+            return 0.0
+        caps = (getattr(self.config, name, None) for name in ("final_logit_softcapping", "output_logit_soft_cap"))
+        found = (float(cap) for cap in caps if cap and torch.equal((some / cap).tanh() * cap, finished))
+        return next(found, None)
 
     def read_out_with_gradients(self, states: Tensor) -> Tensor:
         """Returns the logits of `read_out`, up to one unit in the last place, and lets gradients flow back into

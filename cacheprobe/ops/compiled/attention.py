@@ -29,13 +29,14 @@ from cacheprobe.ops.compiled.basics import (
     narrowed,
     pointer,
     run_on_threads,
+    soft_capped,
     widened,
     work,
 )
 from cacheprobe.ops.compiled.lanes import BFLOAT16, FLOAT16, FLOAT32, FLOATS, FORMATS, LANES, OUTPUTS
 from cacheprobe.ops.compiled.loops import multiply
 
-NUMBERS = 27
+NUMBERS = 28
 """How many whole numbers describe an attention call; `attention.attention_call` writes them."""
 
 STORE_NUMBERS = 23
@@ -87,10 +88,10 @@ def _add_products(weights, at, rows, step, sums, counts) -> None:
 
 @njit
 @no_type_check
-def _attend(arrays, at, steps, by_token, sizes, scale) -> None:
+def _attend(arrays, at, steps, by_token, sizes, scale, cap) -> None:
     """Writes the attention outputs of tokens at consecutive positions, for one key head and the query heads that share
     it, to `out`. arrays: q, keys, values, mask, out. at: first element in each of the five. steps: from one slot or
-    head to the next; by_token: from one token to the next."""
+    head to the next; by_token: from one token to the next.  cap: of the scores; 0 for none."""
     (q, keys, values, mask, out), (of_q, of_key, of_value, of_mask, of_out) = arrays, at
     (q_step, key_step, value_step, mask_step, out_step), (q_next, mask_next, out_next) = steps, by_token
     repeats, width, depth, value_depth, slots, start = sizes
@@ -111,6 +112,9 @@ def _attend(arrays, at, steps, by_token, sizes, scale) -> None:
         (np.int64(zeros.ctypes.data), 0), (np.int64(scores.ctypes.data), 4 * slots),
     )  # fmt: skip
     scratch[0], sums[0] = query[0] + wide[0], zeros[0]  # until here the three arrays are kept
+    if cap > np.float32(0.0):
+        for i in range(repeats * width * slots):
+            scores[np.uintp(i)] = soft_capped(scores[np.uintp(i)], cap)
     for r in range(repeats):
         for t in range(width):
             first, count = (r * width + t) * slots, min(slots, start + t + 1)
@@ -132,7 +136,7 @@ def attend_task(call, like, task) -> None:
     places = carray(pointer(call[5]), (call[6], 5), np.int64)
     heads, groups, width, depth, value_depth = call[7], call[8], call[9], call[10], call[11]
     repeats, steps = heads // groups, (call[22], call[14], call[15], call[17], call[24])
-    scale = np.float32(np.int64(call[19]).view(np.float64))
+    scale, cap = np.float32(np.int64(call[19]).view(np.float64)), np.float32(np.int64(call[27]).view(np.float64))
     q, keys = carray(pointer(call[0]), (1,), like.dtype), carray(pointer(call[1]), (1,), like.dtype)
     values, mask = carray(pointer(call[2]), (1,), like.dtype), carray(pointer(call[3]), (1,), like.dtype)
     out = carray(pointer(call[4]), (1,), like.dtype)
@@ -144,7 +148,7 @@ def attend_task(call, like, task) -> None:
         row * call[16] + head * call[17], row * heads * width * value_depth + head * call[24],
     )  # fmt: skip
     sizes = (repeats, width, depth, value_depth, slots, start)
-    _attend((q, keys, values, mask, out), at, steps, (call[23], call[18], call[25]), sizes, scale)
+    _attend((q, keys, values, mask, out), at, steps, (call[23], call[18], call[25]), sizes, scale, cap)
 
 
 @njit
@@ -210,7 +214,13 @@ def serves_tokens_of(tensor: Tensor) -> bool:
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    places: NDArray[np.int64],
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Returns attention outputs [b, h, t, dv] of queries [b, h, t, d], with an additive mask [b, 1 or h, t, s].
     Requests that are not in `places` give zeros.
@@ -218,12 +228,13 @@ def decode_attention(
     keys, values: [1, g, s, d] and [1, g, s, dv] of any one request.
     places: int64 [n, 5] for n requests: batch index, offset in elements from `keys` and from `values` to that request's
     own, number of slots to attend to, position of its first token.
+    softcap: limits scores s to softcap * tanh(s / softcap), before the mask is added; None for no limit.
     Raises: ValueError for tensors of different dtypes, a mask of another shape, keys or values whose last dimension is
     not contiguous, and a request that attends to no slot of its own; RuntimeError if the compiled loops ended early.
     Twin: ops.references.cached_attention, close: sums are ordered otherwise.
     """
     q, mask = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, mask))
-    call, out = attention_call(q, keys, values, mask, places, scale)
+    call, out = attention_call(q, keys, values, mask, places, scale, softcap)
     groups, num_elements = values.shape[1], int(places[:, 3].sum()) * q[0, 0].numel() * values.shape[1]
     run_on_threads(_loops(FORMATS[q.dtype]), call, num_elements <= _LITTLE)
     if call[21] != len(places) * groups:  # compiled loops print an error and return
@@ -239,7 +250,13 @@ def _loops(format: int) -> CFunc:
 
 
 def attention_call(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    places: NDArray[np.int64],
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[NDArray[np.int64], Tensor]:
     """Returns the numbers that describe an attention call to the loops, and its result [b, h, t, dv], which holds no
     values yet. Arguments and errors are those of `decode_attention`; the last dimension of `q` and `mask` must be
@@ -256,6 +273,7 @@ def attention_call(
             heads, groups, width, depth, value_depth, keys.stride(1), values.stride(1), keys.stride(2),
             values.stride(2), mask.stride(0), mask_of_head, mask.stride(2), np.float64(scale).view(np.int64), 0, 0,
             q.stride(1), q.stride(2), out.stride(1), out.stride(2), q.stride(0),
+            np.float64(softcap or 0.0).view(np.int64),
         ),
         np.int64,
     )  # fmt: skip

@@ -244,6 +244,16 @@ def exponential(x):
     return np.float32(0.0) if is_low else p * power
 
 
+@njit(inline="always")
+@no_type_check
+def soft_capped(x, cap):
+    """Returns cap * tanh(x / cap) of float32 numbers, to two units in the last place of `cap`."""
+    power = exponential(np.float32(-2.0) * abs(np.float32(x / cap)))
+    size = np.float32((np.float32(1.0) - power) / (np.float32(1.0) + power))
+    capped = np.float32(cap * (size if x >= np.float32(0.0) else -size))
+    return x if np.isnan(x) else capped
+
+
 @njit
 @no_type_check
 def fold_sum(values, count):

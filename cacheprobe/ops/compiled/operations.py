@@ -115,10 +115,17 @@ class CompiledReadout:
         return call.readout(lambda rows: read_logits(logits[rows], target_token_ids[rows], top_k))
 
     def of_states(
-        self, states: Tensor, weight: Tensor, bias: Tensor | None, target_token_ids: Tensor, top_k: int
+        self,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target_token_ids: Tensor,
+        top_k: int,
+        softcap: float = 0.0,
     ) -> Readout:
         """Returns the Readout of the logits states weight^T + bias, in the dtype of the weight, from normalised states
-        [n, m], an unembedding [v, m] and a bias [v] or None: the bits of `of_logits` of that product."""
+        [n, m], an unembedding [v, m] and a bias [v] or None: the bits of `of_logits` of that product. softcap: limits
+        logits x to softcap * tanh(x / softcap), close to torch's; 0 for no limit."""
         kind, rows = self.product.kind, len(states)
         if not rows:
             raise ValueError("there are no states to read")
@@ -127,18 +134,24 @@ class CompiledReadout:
         values, wide_weight, added, inner = operands(kind, states, weight, bias)
         target_logits = torch.empty(rows, dtype=weight.dtype)
         call = _Call(target_token_ids, torch.empty(rows), len(weight), top_k)
-        call.numbers[[0, 1, 2, 6, 8, 9, 10, 16, 20, 21]] = (
+        call.numbers[[0, 1, 2, 6, 8, 9, 10, 16, 20, 21, 22]] = (
             values.data_ptr(), wide_weight.data_ptr(), added.data_ptr(), inner, inner * values.element_size(),
             inner * weight.element_size(), min(rows_at_once(kind, inner * values.element_size()), rows),
             values.dtype != weight.dtype, 0 if bias is None else 4, target_logits.data_ptr(),
+            np.float64(softcap).view(np.int64),
         )  # fmt: skip
         of_targets, of_all = _loops_of_states(kind, FORMATS[weight.dtype])
         call.run(of_targets, rows)
         call.target_values.copy_(target_logits)
         call.run(of_all, -(-len(weight) // CHUNK))
-        return call.readout(
-            lambda rows: read_logits(self.product(states[rows], weight, bias), target_token_ids[rows], top_k)
-        )
+
+        def by_torch(rows: Tensor) -> Readout:
+            """Returns the Readout of some rows, from torch's statistics."""
+            logits = self.product(states[rows], weight, bias)
+            logits = (logits / softcap).tanh() * softcap if softcap else logits
+            return read_logits(logits, target_token_ids[rows], top_k)
+
+        return call.readout(by_torch)
 
 
 @cache

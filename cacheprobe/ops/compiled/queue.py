@@ -108,11 +108,18 @@ class Queue:
         self._work += k.numel() + v.numel()
 
     def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, places: NDArray[np.int64], scale: float
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        places: NDArray[np.int64],
+        scale: float,
+        softcap: float | None = None,
     ) -> Tensor:
         """Returns attention outputs [b, h, t, dv]. Arguments are those of `attention.decode_attention`, which computes
         the same bits."""
-        call, out = attention_call(q, keys, values, mask, places, scale)
+        call, out = attention_call(q, keys, values, mask, places, scale, softcap)
         self.described.append(call)
         num_tasks = len(places) * values.shape[1]
         self._add((call, q, keys, values, mask, places, out), queue_loops.ATTEND, True, num_tasks, call.ctypes.data)

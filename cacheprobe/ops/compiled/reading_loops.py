@@ -18,7 +18,9 @@ from cacheprobe.ops.compiled.basics import (
     fetch_and_increment,
     fold_sum,
     largest,
+    narrowed,
     pointer,
+    soft_capped,
     widened,
     work,
 )
@@ -144,6 +146,23 @@ def _read_rows(call, logits, row_step, rows_read, first, count, thread, wide) ->
         )  # fmt: skip
 
 
+@njit
+@no_type_check
+def _cap(logits, first, count, cap) -> None:
+    """Replaces the logits [first, first + count) by cap * tanh(logits / cap), rounded to their dtype at each step, as
+    torch's operations round."""
+    for i in range(first, first + count):
+        scaled = widened(narrowed(np.float32(widened(logits[np.uintp(i)]) / cap), logits))
+        bent = widened(narrowed(soft_capped(scaled, np.float32(1.0)), logits))
+        logits[np.uintp(i)] = narrowed(np.float32(bent * cap), logits)
+
+
+@njit
+@no_type_check
+def _cap_of(call):
+    return np.float32(np.int64(call[22]).view(np.float64))
+
+
 def logits_work(format: int) -> CFunc:
     """Returns the compiled function that reads given logits of a format in one thread."""
     stored = STORED[format]
@@ -176,7 +195,7 @@ def targets_work(kind: int, format: int) -> CFunc:
         """Takes rows from a counter until none is left. data: address of the numbers that `CompiledReadout` wrote."""
         call = carray(data, (NUMBERS,), np.int64)
         targets = carray(pointer(call[3]), (call[5],), np.int64)
-        inner, like = call[6], np.empty(0, stored)
+        inner, like, cap = call[6], np.empty(0, stored), _cap_of(call)
         wide, of_block = np.empty(OUTPUTS * inner * call[16], np.float32), np.empty(SIDE, stored)
         use_tiles(kind, 1)
         while True:
@@ -197,6 +216,8 @@ def targets_work(kind: int, format: int) -> CFunc:
                     kind, format, (like, wide), (1, 1, inner), (call[0] + row * call[8], call[8]), weight, bias,
                     (call[21] + row * size, size),
                 )  # fmt: skip
+            if cap > np.float32(0.0):
+                _cap(carray(pointer(call[21]), (call[5],), stored), row, 1, cap)
             fetch_and_increment(call.ctypes.data + 19 * 8)
         use_tiles(kind, 0)
 
@@ -214,7 +235,7 @@ def states_work(kind: int, format: int) -> CFunc:
         chunk are never stored beyond the processor's cache."""
         call = carray(data, (NUMBERS,), np.int64)
         thread, wide = fetch_and_increment(call.ctypes.data + 17 * 8), np.empty(CHUNK, np.float32)
-        rows, inner, width, block = call[5], call[6], call[7], call[10]
+        rows, inner, width, block, cap = call[5], call[6], call[7], call[10], _cap_of(call)
         of_weight, logits = np.empty(OUTPUTS * inner * call[16], np.float32), np.empty(block * CHUNK, stored)
         use_tiles(kind, 1)
         while True:
@@ -229,6 +250,8 @@ def states_work(kind: int, format: int) -> CFunc:
                     (call[1] + first * call[9], call[9]), (call[2] + first * call[20], call[20]),
                     (np.int64(logits.ctypes.data), CHUNK * size),
                 )  # fmt: skip
+                for row in range(num_rows * (cap > np.float32(0.0))):
+                    _cap(logits, row * CHUNK, count, cap)
                 _read_rows(call, logits, CHUNK, (r, num_rows), first, count, thread, wide)
             fetch_and_increment(call.ctypes.data + 19 * 8)
         use_tiles(kind, 0)
