@@ -71,10 +71,10 @@ def written_at_once() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def nothing_remembered() -> Iterator[None]:
     """Faults are planted in models whose fingerprint stays the same, so no result of a trial is stored."""
-    from cacheprobe.engine import trial_results
+    from cacheprobe.engine import shape_trial
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial_results, "_path", lambda model: Path(os.devnull, "none"))
+        patch.setattr(shape_trial, "_path", lambda model: Path(os.devnull, "none"))
         yield
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import CAPACITY_STEP
 from cacheprobe.engine.passes import is_out_of_memory
-from cacheprobe.engine.shape_trial import ShapeTrial, num_trials
-from cacheprobe.engine.trial_results import known_results, remember
+from cacheprobe.engine.shape_trial import ShapeTrial, known_results, num_trials, remember
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import numeric_settings
 from cacheprobe.ops.compiled.attention import MOST_TOKENS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
-from cacheprobe.engine import shapes, trial_results
+from cacheprobe.engine import shape_trial, shapes
 from cacheprobe.models.plain.lm import PlainLM
 from tests.tiny import PROMPTS, SMALL, hf_model
 
@@ -26,12 +26,12 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
             super().__init__(model, *shape)
 
     monkeypatch.setattr(shapes, "ShapeTrial", Counted)
-    monkeypatch.setattr(trial_results, "_path", own_path)
+    monkeypatch.setattr(shape_trial, "_path", own_path)
     monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path))
     return made
 
 
-own_path = trial_results._path
+own_path = shape_trial._path
 """That of the module: the set-up of all tests replaces it."""
 
 
@@ -64,7 +64,7 @@ def test_other_bits_are_tried_anew(tried: list[tuple], change: str) -> None:
 def test_a_fault_of_a_run_is_known_to_the_next_process(tried: list[tuple]) -> None:
     model = another_process()
     shapes.forbid_batched_prompts(model, "other keys")
-    assert trial_results.known_results(another_process(), [shapes._FORBIDDEN])[shapes._FORBIDDEN] == "other keys"
+    assert shape_trial.known_results(another_process(), [shapes._FORBIDDEN])[shapes._FORBIDDEN] == "other keys"
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '"x"'])

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.engine import trial_results
+from cacheprobe.engine import shape_trial
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
@@ -54,7 +54,7 @@ class Spy:
         self.inner = inner
         take_members(self, inner)
         # what was tried on the model inside holds for this one, and no trial is among the calls
-        trial_results._known[self] = trial_results._known.setdefault(inner, {})
+        shape_trial._known[self] = shape_trial._known.setdefault(inner, {})
         self.calls: list[Call] = []
         self.caches: list[KVCache] = []
 
