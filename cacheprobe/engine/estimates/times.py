@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -17,6 +18,8 @@ from cacheprobe.trace.recording.recorder import Recorder
 
 SHORT_PROMPT = 2
 """Tokens of a prompt of a short run, at most."""
+NEW_TOKENS = 3
+"""New tokens of each request of a short run without drafts: the first decode pass is recorded, the second timed."""
 MOST_REQUESTS = (8, 4, 2)
 """Requests of the longer of the two short runs, at most: the first number with which both are short enough."""
 PASS_ROWS = 8
@@ -65,9 +68,10 @@ class StepTimes(Observer):
 
 
 def _line(points: Sequence[tuple[int, float]], slope: float) -> tuple[float, float]:
-    """Returns (seconds without a slot, seconds of a slot) of the line through the smallest and the largest pass.
-    slope: of a slot, if all passes have one size."""
-    small, large = min(points), max(points)
+    """Returns (seconds without a slot, seconds of a slot) of the line through the smallest and the largest pass, the
+    quickest of each size: the first ones are recorded for later passes. slope: of a slot, if all have one size."""
+    small, most = min(points), max(slots for slots, _ in points)
+    large = min(point for point in points if point[0] == most)
     if small[0] < large[0]:
         slope = max((large[1] - small[1]) / (large[0] - small[0]), 0.0)
     return max(large[1] - slope * large[0], 0.0), slope
@@ -86,7 +90,7 @@ def time_short_runs(run: PreparedRun, whole: RunCount) -> StepTimes | None:
     for most_requests in MOST_REQUESTS:
         # drawn: every n-th request might have the same prompt each time
         drawn = Random(0).sample(run.states, min(len(run.states), most_requests))
-        most_new = 2
+        most_new = NEW_TOKENS
         if whole.num_drafted:
             most_new = max(3, min(plan.config.window + 1, whole.rows // (4 * TIMES_LONGER * most_requests)))
         short_runs = [
@@ -102,7 +106,9 @@ def time_short_runs(run: PreparedRun, whole: RunCount) -> StepTimes | None:
     for short, count in zip(short_runs, counts, strict=True):
         prompts = {state.request_id: state.request.prompt_token_ids for state in short.states}
         recorder = Recorder(plan.model, plan.recorded_capture, plan.layers, plan.lens, prompts)
-        with hold_model(plan.model), short.hooks(recorder):
+        tapes = getattr(plan.model, "tapes", None)
+        hurrying = nullcontext() if tapes is None else tapes.hurrying()
+        with hold_model(plan.model), hurrying, short.hooks(recorder):
             times.last = time.perf_counter()
             for _ in short.rounds(Tee(recorder, times)):
                 pass

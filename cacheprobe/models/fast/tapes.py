@@ -1,7 +1,7 @@
 """Chooses, for each pass of a transformers model, between its modules and a tape of their operations."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ class Tapes:
         """Whether a pass is recorded or computed by a tape: hooks are then not called, listeners are."""
         self._shapes: dict[_Shape, Tape | None] = {}
         self._trusted: set[_Shape] = set()
+        self._is_hurried, self._hurried = False, list[_Shape]()
 
     def __repr__(self) -> str:
         return f"Tapes({len(self._trusted)} shapes{f', refused: {self.refusal}' if self.refusal else ''})"
@@ -88,7 +89,8 @@ class Tapes:
         key = _Shape(num_layers, batch, width, attending, cache.duplicate is not None)
         if key not in self._shapes:
             self._keep(key, None)
-            return forward.whole(cache)
+            if not self._is_hurried:
+                return forward.whole(cache)
         tape = self._shapes.pop(key)
         self._shapes[key] = tape  # the last one used
         if tape is not None and not tape.is_current:
@@ -106,6 +108,20 @@ class Tapes:
             self.refusal = str(refusal)
             self._shapes.clear()
             return forward.whole(cache)
+
+    @contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """Inside the `with`, the first pass of a shape is recorded and the second computed by the tape, without a
+        trial: for passes that are timed and whose results nobody uses. Their tapes are dropped at the end."""
+        self._is_hurried = True
+        try:
+            yield
+        finally:
+            self._is_hurried = False
+            for key in self._hurried:
+                self._shapes.pop(key, None)
+                self._trusted.discard(key)
+            self._hurried.clear()
 
     def forget(self) -> None:
         """Drops all tapes, because a weight or a module was replaced."""
@@ -142,6 +158,9 @@ class Tapes:
             if self.operations is not None:
                 self.operations.tape = None
         self._shapes[key] = tape
+        if self._is_hurried:
+            self._trusted.add(key)
+            self._hurried.append(key)
         _call(listeners, tape.noted)
         return out
 
