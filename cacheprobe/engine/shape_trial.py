@@ -21,7 +21,9 @@ from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.staged import PassAttention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.converted import cache_directory
+from cacheprobe.models.settings import processor_name
 from cacheprobe.ops.attention import AttentionSpans, spans_of
+from cacheprobe.ops.compiled.basics import SOURCES
 from cacheprobe.ops.equality import bitwise
 
 _STREAMS = 5
@@ -229,28 +231,37 @@ def known_results(model: CachedLM, keys: Collection[Hashable] = ()) -> Mapping[H
     """Returns text about the first difference that a trial found, None without one, by shape, hooks and settings; among
     them the stored results of `keys`."""
     known = _known.setdefault(model, {})
-    if missing := [key for key in keys if key not in known]:
-        stored = _read(_path(model))
-        known.update({key: stored[repr(key)] for key in missing if repr(key) in stored})
+    if (missing := [key for key in keys if key not in known]) and (path := _path(model)) is not None:
+        stored = _read(path)
+        known.update({key: None for key in missing if repr(key) in stored})
     return known
 
 
 def remember(model: CachedLM, found: Mapping[Hashable, str | None]) -> None:
-    """Keeps results, and stores them if the cache folder can be written."""
+    """Keeps results, and stores those without a difference if the cache folder can be written."""
     _known.setdefault(model, {}).update(found)
-    path = _path(model)
+    equal = [repr(key) for key, fault in found.items() if fault is None]
+    if not equal or (path := _path(model)) is None:
+        return
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**_read(path), **{repr(key): text for key, text in found.items()}})
+        write_json(path, sorted({*_read(path), *equal}))
 
 
-def _path(model: CachedLM) -> Path:
-    fingerprint = json.dumps(model.fingerprint(), sort_keys=True, default=str)
-    return cache_directory() / "trials" / f"{sha256(fingerprint.encode()).hexdigest()[:32]}.json"
+def _path(model: CachedLM) -> Path | None:
+    """Returns the file of a model's results; None if another process cannot know whether its model is the same: one
+    with hooks of the user, or of the user's own class."""
+    if getattr(model, "has_own_hooks", True) or type(model).__module__.split(".")[0] != __name__.split(".")[0]:
+        return None
+    facts = {**model.fingerprint(), "processor": processor_name(), "trials": _OWN_CODE, "loops": SOURCES}
+    return cache_directory() / "trials" / f"{sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json"
 
 
-def _read(path: Path) -> dict[str, str | None]:
+_OWN_CODE = sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+
+
+def _read(path: Path) -> set[str]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return {str(one) for one in json.loads(path.read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError):
-        return {}
+        return set()

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from inspect import signature
 from typing import NamedTuple
 
 import torch
@@ -83,21 +84,24 @@ def rms_norm_of(module: LiveModule) -> Norm | None:
     eps: object = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(eps, float):
         return None
-    key = type(module), weight.dtype
+    own = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | tuple)}
+    key = type(module), weight.dtype, len(weight), repr(sorted(own.items()))
     if key not in _NORM_KINDS:
         _NORM_KINDS[key] = _kind_of_norm(module, weight, eps)
     kind = _NORM_KINDS[key]
     return None if kind is None else Norm(weight, eps, kind)
 
 
-_NORM_KINDS: dict[tuple[type, torch.dtype], NormKind | None] = {}
+_NORM_KINDS: dict[tuple[type, torch.dtype, int, str], NormKind | None] = {}
+"""By class, dtype, width and settings of a module."""
 
 
 @torch.no_grad()
 def _kind_of_norm(module: LiveModule, weight: Tensor, eps: float) -> NormKind | None:
-    """Returns the kind of RMSNorm that the class of a module computes, found by its values with a random weight; None
+    """Returns the kind of RMSNorm that a module of one input computes, found by its values with a random weight; None
     if it computes something else."""
-    if weight.dtype == torch.float64:  # its classes compute in float32
+    inputs = signature(type(module).forward).parameters
+    if weight.dtype == torch.float64 or len(inputs) != 2:  # in float64 its classes compute in float32
         return None
     draw = torch.Generator().manual_seed(0)
     values, own = (torch.randn(shape, generator=draw).to(weight) for shape in ((4, len(weight)), (len(weight),)))
@@ -106,7 +110,7 @@ def _kind_of_norm(module: LiveModule, weight: Tensor, eps: float) -> NormKind | 
     other._parameters = {"weight": nn.Parameter(own, requires_grad=False)}
     try:
         found = other(values[None])[0]
-    except (RuntimeError, TypeError, ValueError, IndexError):
+    except Exception:  # some other module of one vector
         return None
     wide = values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

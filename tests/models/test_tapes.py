@@ -13,6 +13,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.kvcache.staged import DuplicateEntry, PassAttention, StagedCache
+from cacheprobe.models.fast import tapes
 from cacheprobe.models.fast.tapes import Tapes
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.attention import AttentionSpans, spans_of_positions
@@ -53,8 +54,8 @@ def fast_of(family: str, dtype: torch.dtype = torch.float32, window: int | None 
 
 @contextmanager
 def counting(model: PlainLM) -> Iterator[dict[str, int]]:
-    """Counts the passes that are recorded, tried and computed by a tape."""
-    counts = dict.fromkeys(("_record", "_try", "_replay"), 0)
+    """Counts the passes that are recorded, compared and computed by a tape."""
+    counts = dict.fromkeys(("_record", "_require_equal", "_replay"), 0)
 
     def counted(name: str) -> object:
         own = getattr(Tapes, name)
@@ -99,7 +100,8 @@ def test_every_bit_is_that_of_the_modules(family: str, dtype: torch.dtype, windo
         ours = fed(model)
     theirs = fed(by_modules(model))
     assert len(ours) == len(theirs) and all(bitwise(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert counts["_record"] == counts["_try"] == 5, "a shape is its width, rows that attend, and layers"
+    assert counts["_record"] == 5, "a shape is its width, rows that attend, and layers"
+    assert counts["_require_equal"] == 10, "when it is recorded, and in the next pass"
     assert counts["_replay"] == 5 + 27 - 3 * 5
 
 
@@ -141,11 +143,16 @@ def logits_of(model: PlainLM, held: object, step: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("by", [LOOPS, TORCH])
 @pytest.mark.parametrize(
-    "edit", ["in place", "bias in place", "other numbers", "other numbers of a norm", "another parameter"]
-)
-def test_an_edit_of_the_weights_is_seen(edit: str, by: str) -> None:
+    "edit",
+    [
+        "in place", "bias in place", "other numbers", "other numbers of a bias", "other numbers of a norm",
+        "another parameter",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_edit_of_the_weights_is_seen(edit: str, by: str, dtype: torch.dtype) -> None:
     """The pass was taped before the edit."""
-    model = fast_of("qwen2", torch.bfloat16, by=by)
+    model = fast_of("qwen2", dtype, by=by)
     held = model.new_cache(1, 16)
     with counting(model) as counts:
         before = [logits_of(model, held) for _ in range(4)][-1]
@@ -157,6 +164,8 @@ def test_an_edit_of_the_weights_is_seen(edit: str, by: str) -> None:
             layer.weight.mul_(2)
         elif edit == "bias in place":
             layer.bias.add_(1)
+        elif edit == "other numbers of a bias":
+            layer.bias.data = layer.bias.data + 1
         elif edit == "other numbers of a norm":
             norm = model.model.model.layers[1].input_layernorm.weight
             norm.data = norm.data * 2
@@ -180,7 +189,7 @@ def test_a_shape_that_was_not_used_for_longest_is_dropped() -> None:
     with counting(model) as counts:
         for width in (*range(1, 7), *range(1, 7), 1, 7, 1, 2):
             feed(width)
-    assert counts == {"_record": 6, "_try": 1, "_replay": 2}, "7 takes the place of 2, which then is new"
+    assert counts == {"_record": 6, "_require_equal": 7, "_replay": 2}, "7 takes the place of 2, which then is new"
 
 
 def test_a_part_that_depends_on_values_ends_taping() -> None:
@@ -209,6 +218,105 @@ def test_a_part_that_changes_from_pass_to_pass_ends_taping() -> None:
     assert model.tapes is not None and "gives other bits at" in model.tapes.refusal
 
 
+class AddsInPlace(torch.nn.Module):
+    """A block that adds to what it was given, where transformers makes a new tensor."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.own = block.forward
+
+    def forward(self, hidden_states: Tensor, **settings: object) -> Tensor:
+        out = self.own(hidden_states, **settings)
+        return hidden_states.add_(out - hidden_states)
+
+
+@pytest.mark.parametrize("fault", ["adds in place", "changes cached values", "raises"])
+def test_what_a_tape_cannot_do_is_seen_before_its_results_are_used(fault: str) -> None:
+    """Every pass has the results of the modules, and calls each listener once."""
+    model = fast_of("llama")
+    layers = model.model.model.layers
+    attention = layers[1].self_attn
+    if fault == "adds in place":
+        layers[1].forward = AddsInPlace(layers[1]).forward
+    else:
+        own = attention.forward
+
+        def forward(hidden_states: Tensor, past_key_values: object = None, **settings: object) -> object:
+            update = past_key_values.update
+
+            def changed(k: Tensor, v: Tensor, *where: object) -> tuple[Tensor, Tensor]:
+                keys, values = update(k, v, *where)
+                return (keys, values * 0.5) if fault == "changes cached values" else (keys + values, values)
+
+            past_key_values.update = changed
+            return own(hidden_states, past_key_values=past_key_values, **settings)
+
+        attention.forward = forward
+    modules = by_modules(model)
+    modules.model = model.model
+    seen: list[list[tuple[str, int, Tensor]]] = []
+    for one in (model, modules):
+        kept: list[tuple[str, int, Tensor]] = []
+        held = one.new_cache(1, 16)
+        with one.capturing(SITES, lambda site, layer, value, kept=kept: kept.append((site, layer, value.clone()))):
+            for step in range(6):
+                kept.append(("logits", 0, logits_of(one, held, step)))
+        seen.append(kept)
+    assert model.tapes is not None and model.tapes.refusal
+    assert len(seen[0]) == len(seen[1]) == 6 * (len(SITES) + 1)
+    for (site, layer, ours), (other, of, theirs) in zip(*seen, strict=True):
+        assert (site, layer) == (other, of) and bitwise(ours, theirs), (site, layer)
+
+
+def test_a_refused_mask_leaves_the_next_cache_right() -> None:
+    model = fast_of("llama")
+    small, large = model.new_cache(1, 64), model.new_cache(1, 128)
+    spans = AttentionSpans((spans_of_positions(40, 1, 64),))
+    ids = texts(1)[0][None]
+    wanted = [model.forward(ids, small, [0], [40], attention=PassAttention(spans=spans)) for _ in range(5)][-1]
+    with pytest.raises(ValueError, match="a mask of 32 slots"):
+        model.forward(ids, large, [0], [40], attention=PassAttention(32, spans))
+    for _ in range(2):
+        assert bitwise(model.forward(ids, small, [0], [40], attention=PassAttention(spans=spans)), wanted)
+
+
+def test_a_copy_of_a_model_makes_tapes_of_its_own() -> None:
+    model = fast_of("gpt2")
+    wanted = [logits_of(model, model.new_cache(1, 16)) for _ in range(5)][-1]
+    other = copy.deepcopy(model)
+    for weight in model.live.parameters():
+        weight.data.zero_()
+    assert bitwise([logits_of(other, other.new_cache(1, 16)) for _ in range(5)][-1], wanted)
+
+
+def test_tapes_that_are_too_large_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fast_of("llama")
+    monkeypatch.setattr(tapes, "MOST_BYTES", 1000)
+    with counting(model) as counts:
+        found = [logits_of(model, model.new_cache(1, 16)) for _ in range(6)]
+    assert counts["_record"] == 1 and counts["_replay"] == 0 and all(bitwise(one, found[0]) for one in found)
+
+
+def test_a_pass_in_which_nobody_attends_is_not_taped() -> None:
+    model = fast_of("llama")
+    held, spans = model.new_cache(1, 16), AttentionSpans(((),))
+    for _ in range(4):
+        model.forward(texts(1)[0][None], held, [0], [0], attention=PassAttention(spans=spans))
+    assert model.tapes is not None and not model.tapes.refusal
+
+
+def test_hooks_on_all_modules_act() -> None:
+    model = fast_of("llama")
+    held = model.new_cache(1, 16)
+    wanted = [logits_of(model, held) for _ in range(5)][-1]
+    seen: list[object] = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(module))
+    try:
+        assert bitwise(logits_of(model, held), wanted) and model.model.model.layers[1].mlp in seen
+    finally:
+        handle.remove()
+
+
 def test_a_long_pass_is_not_taped() -> None:
     model = fast_of("llama")
     with counting(model) as counts:
@@ -230,7 +338,7 @@ def test_caches_of_other_sizes_in_turn() -> None:
             caches = [one.new_cache(rows, capacity) for rows, capacity in ((2, 64), (5, 96), (1, 16))]
             outputs.append([logits_of(one, held, step) for step in range(3) for held in caches])
     assert all(bitwise(ours, theirs) for ours, theirs in zip(*outputs, strict=True))
-    assert counts == {"_record": 1, "_try": 1, "_replay": 7}
+    assert counts == {"_record": 1, "_require_equal": 2, "_replay": 7}
 
 
 def test_the_cache_of_a_run_that_has_ended_is_not_kept() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheprobe.ops.compiled.basics import _SOURCES
+from cacheprobe.ops.compiled.basics import SOURCES
 
 pytestmark = pytest.mark.determinism
 
@@ -67,5 +67,5 @@ def test_every_process_compiles_the_same_bits(tmp_path: Path) -> None:
     of_all = digests("backwards", 3, tmp_path / "none")
     assert len(of_half) == 3 and of_half == of_all
     kept = [path.name for path in (tmp_path / "none").rglob("*.nbi")]
-    assert kept and all(f"_{_SOURCES}-" in name for name in kept), "no cache survives a change of the loops' sources"
+    assert kept and all(f"_{SOURCES}-" in name for name in kept), "no cache survives a change of the loops' sources"
     assert len({line.split()[-1] for line in of_all}) == 3, "the control: other inputs, other digests"

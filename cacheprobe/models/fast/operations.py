@@ -59,6 +59,7 @@ class LoopOperations:
         """Returns the RMSNorm of `values` [..., m], in the dtype of `values`."""
         if (tape := self._recording) is not None:
             return tape.norm(values.contiguous(), norm)
+        self._queue.clear()  # of what an interrupted call left
         out = self._queue.norm(values.contiguous(), *norm)
         self._queue.run()
         return out
@@ -67,6 +68,7 @@ class LoopOperations:
         """Returns silu(values)."""
         if (tape := self._recording) is not None:
             return tape.silu(values.contiguous())
+        self._queue.clear()
         out = self._queue.silu(values.contiguous())
         self._queue.run()
         return out
@@ -171,9 +173,11 @@ def _needs_gradient(values: Tensor) -> bool:
     return torch.is_grad_enabled() and values.requires_grad
 
 
-def _norm_by(operations: Operations, module: LiveModule, own: _Forward, values: Tensor) -> Tensor:
+def _norm_by(operations: Operations, module: LiveModule, own: _Forward, hidden_states: Tensor) -> Tensor:
     norm = rms_norm_of(module)
-    return own(values) if norm is None or not operations.takes(values) else operations.norm(values, norm)
+    if norm is None or not operations.takes(hidden_states):
+        return own(hidden_states)
+    return operations.norm(hidden_states, norm)
 
 
 def _silu_by(operations: LoopOperations, module: LiveModule, own: _Forward, values: Tensor) -> Tensor:

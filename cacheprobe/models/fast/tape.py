@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cacheprobe.core.live import ModuleValue
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.fast.torch_operations import (
-    MAPPED,
     NotTapedError,
     again,
     aten,
-    read_by_map,
+    is_map,
+    queue_map,
     replaced,
     require_known_before,
     share_memory,
@@ -37,7 +37,6 @@ from cacheprobe.ops.compiled.attention import attention_call, require_slots, ser
 from cacheprobe.ops.compiled.lanes import INNER_STEP
 from cacheprobe.ops.compiled.operations import CompiledProduct
 from cacheprobe.ops.compiled.queue import FixedQueue, Queue
-from cacheprobe.ops.compiled.queue_loops import COPY
 
 _MOST_OPERATIONS = 128
 """Most operations of a block that can be queued."""
@@ -47,6 +46,10 @@ _OUT = 4
 
 Place = tuple[str, int]
 """(site, layer); sites pre, S, T and C."""
+
+
+def _of_none() -> None:
+    """Stands for the reference to a cache that is gone."""
 
 
 class RecordedCache(StagedCache):
@@ -83,17 +86,19 @@ class Tape(TorchDispatchMode):
         """noted: activations of the last pass."""
         self.is_recording = False
         """Whether a block's own forward runs, which is recorded."""
+        self.num_bytes = 0
+        """Memory of all results."""
         self._queue = None if product is None else Queue(product.kind, dtype, _MOST_OPERATIONS * len(blocks))
         self._steps: list[Callable[[], object]] = []
         self._inputs: dict[int, list[tuple[int, Tensor]]] = {}
         """Block -> (number among the tensors that it is given, memory) of each tensor that no block before had."""
-        self._known: dict[int, Tensor] = {}
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+        """id of an input of a block -> (the input, its memory)."""
         self._stream, self._rest, self._is_tuple = torch.empty(0), tuple[object, ...](), False
         self._held: list[tuple[int, Tensor, Tensor]] = []
         """(layer, new keys, new values) of each cache write."""
-        self._layer_of: dict[int, tuple[int, Tensor]] = {}
-        """id of the tensor that a cache write returned -> (layer, that tensor)."""
-        self._weights: list[Tensor] = []
+        self._layer_of: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
+        """id of the keys that a cache write returned -> (layer, these keys and values)."""
         self._biases: list[tuple[Tensor, Tensor]] = []
         """(bias of the model, float32 copy that the loops read)"""
         self._places: dict[tuple[int, ...], tuple[int, NDArray[np.int64]]] = {}
@@ -103,7 +108,7 @@ class Tape(TorchDispatchMode):
         self._rows, self._starts = (torch.empty(len(cache.rows), dtype=torch.int64) for _ in range(2))
         self._masks = [mask.new_empty(*mask.shape[:3], cache.cache.capacity) for mask in masks]
         self._mask_of = {mask.data_ptr(): number for number, mask in enumerate(masks)}
-        self._bound = ref(cache.cache)
+        self._bound: Callable[[], object] = ref(cache.cache)
         """The cache whose addresses the calls hold. It may be gone: a tape outlives the runs that use it."""
         self._take_pass(cache, masks)
 
@@ -119,8 +124,8 @@ class Tape(TorchDispatchMode):
                 stack.enter_context(replaced(block, forward))
             yield RecordedCache(self._pass, self)
         self._layer_of.clear()
+        self._known.clear()
         self._held_pass = None
-        self._addresses = [weight.data_ptr() for weight in self._weights]
 
     def _record_block(
         self, number: int, own: Callable[..., ModuleValue], *args: ModuleValue, **kwargs: ModuleValue
@@ -128,11 +133,20 @@ class Tape(TorchDispatchMode):
         given = tensors_in(args, kwargs)
         if number and given[0] is not self._stream:
             raise NotTapedError("a block is not given what the block before returned")
-        for place, tensor in enumerate(given):
-            if tensor.data_ptr() in self._mask_of or id(tensor) in self._known or (number and not place):
-                continue
-            self._known[id(tensor)] = tensor
-            self._inputs.setdefault(number, []).append((place, tensor))
+
+        def kept(tensor: Tensor) -> Tensor:
+            """Returns the memory of an input: a copy, since the model may own the tensor."""
+            if tensor.data_ptr() in self._mask_of or (number and tensor is self._stream):
+                return tensor
+            if id(tensor) not in self._known:
+                self._known[id(tensor)] = tensor, tensor.clone()
+                place = next(place for place, one in enumerate(given) if one is tensor)
+                self._inputs.setdefault(number, []).append((place, self._known[id(tensor)][1]))
+            return self._known[id(tensor)][1]
+
+        args, kwargs = tree_map_only(Tensor, kept, (args, kwargs))
+        if number == 0 and self.noted.get(("pre", 0)) is given[0]:
+            self.noted["pre", 0] = kept(given[0])
         self.is_recording = True
         try:
             with self:
@@ -163,32 +177,12 @@ class Tape(TorchDispatchMode):
             out = func(*args, **kwargs)
             if not isinstance(out, Tensor) or share_memory(out, args[0]):
                 return out
-        read = () if kwargs or self._queue is None else read_by_map(func, args)
-        if read and all(self._serves(one) for one in read):
-            return self._map(func, args)
+        if self._queue is not None and not kwargs and is_map(self._queue, func, args):
+            return self._counted(queue_map(self._queue, func, args))
         self._close()
         out = func(*args, **kwargs)
+        self.num_bytes += sum(one.nbytes for one in tree_leaves(out) if isinstance(one, Tensor))
         self._steps.append(again(func, args, kwargs, out))
-        return out
-
-    def _serves(self, value: ModuleValue) -> bool:
-        """Returns True for a tensor that the loops can read."""
-        assert self._queue is not None
-        return isinstance(value, Tensor) and value.dtype == self._queue.dtype and 0 < value.dim() <= 4
-
-    def _map(self, func: OpOverload, args: Sequence[ModuleValue]) -> Tensor:
-        """Queues an operation of torch; returns its result, of torch's layout in memory."""
-        assert self._queue is not None
-        out: Tensor = func(*args)  # of numbers that are not computed yet
-        if func is aten.cat.default:
-            start, dim = 0, args[1] if len(args) > 1 else 0
-            for part in args[0]:
-                self._queue.mapped(COPY, part, part, out.narrow(dim, start, part.shape[dim]))
-                start += part.shape[dim]
-        elif func in MAPPED:
-            self._queue.mapped(MAPPED[func], args[0], args[-1], out)
-        else:
-            self._queue.mapped(COPY, args[0], args[0], out.view(args[0].shape))
         return out
 
     def product(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -200,22 +194,24 @@ class Tape(TorchDispatchMode):
                 out = compute()
                 self._steps.append(lambda: out.copy_(compute()))
                 return out
-            self._weights.append(weight)
             if bias is not None and bias.dtype != torch.float32:
                 self._biases.append((bias, bias.float().clone()))
                 bias = self._biases[-1][1]
-            return queue.product(values, weight, bias)
+            return self._counted(queue.product(values, weight, bias))
 
     def norm(self, values: Tensor, norm: Norm) -> Tensor:
         """Queues an RMSNorm; returns the result [..., m], which holds no values yet."""
         with self._to_queue() as queue:
-            self._weights.append(norm.weight)
-            return queue.norm(values, *norm)
+            return self._counted(queue.norm(values, *norm))
 
     def silu(self, values: Tensor) -> Tensor:
         """Queues silu(values); returns the result, which holds no values yet."""
         with self._to_queue() as queue:
-            return queue.silu(values)
+            return self._counted(queue.silu(values))
+
+    def _counted(self, out: Tensor) -> Tensor:
+        self.num_bytes += out.nbytes
+        return out
 
     @contextmanager
     def _to_queue(self) -> Iterator[Queue]:
@@ -237,24 +233,29 @@ class Tape(TorchDispatchMode):
                 self._close()
                 cache.store(layer, k, v)
                 self._steps.append(lambda: self._pass.store(layer, k, v))
-            mark = keys[:1]
-        self._layer_of[id(mark)] = layer, mark
-        return mark, values
+            marks = keys[:1], values[:1]
+        self._layer_of[id(marks[0])] = layer, marks
+        return marks
 
     def attend(
-        self, q: Tensor, key: Tensor, mask: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        held: tuple[Tensor, Tensor],
+        mask: Tensor,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Records the attention of queries [b, h, t, d]; returns the outputs [b, t, h * d].
 
-        key: what `write` returned for the layer.  The rest is as in `ops.attention.attend_by_request`."""
-        layer, _ = self._layer_of.pop(id(key), (None, None))
+        held: what `write` returned for the layer.  The rest is as in `ops.attention.attend_by_request`."""
+        layer, marks = self._layer_of.pop(id(held[0]), (None, None))
         number = self._mask_of.get(mask.data_ptr())
-        if layer is None or number is None or mask.shape[1] > 1:
+        if marks is None or held[1] is not marks[1] or layer is None or number is None or mask.shape[1] > 1:
             raise NotTapedError("an attention is not over a layer's keys and a mask of the pass")
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         with _disable_current_modes():
             if self._queue is not None and sinks is None and serves(q) and q.stride(-1) == 1:
-                held = self._pass.keys[layer][:1], self._pass.values[layer][:1]
                 strides = (*held[0].stride(), *held[1].stride())
                 _, places = self._places.setdefault(strides, (layer, self._table(layer)))
                 out = self._queue.attend(q, *held, self._masks[number], places, factor, softcap)
@@ -315,6 +316,12 @@ class Tape(TorchDispatchMode):
 
     def _compute(self, cache: StagedCache, masks: Sequence[Tensor]) -> None:
         """Computes all operations on what was copied into the memory of the inputs."""
+        try:
+            self._compute_pass(cache, masks)
+        finally:
+            self._held_pass = None
+
+    def _compute_pass(self, cache: StagedCache, masks: Sequence[Tensor]) -> None:
         self._take_pass(cache, masks)
         for layer, places in self._places.values():
             places[:] = self._table(layer)
@@ -330,18 +337,12 @@ class Tape(TorchDispatchMode):
         if cache.duplicate is not None and self._queue is not None:
             for layer, k, v in self._held:
                 cache.store(layer, k, v, lambda *_: None)  # the loops wrote these keys and values
-        self._held_pass = None
 
     @property
     def _pass(self) -> StagedCache:
         """The staged cache of the pass that is recorded or computed, which is not kept any longer."""
         assert self._held_pass is not None
         return self._held_pass
-
-    @property
-    def is_current(self) -> bool:
-        """False if a weight lies elsewhere than when the pass was recorded."""
-        return [weight.data_ptr() for weight in self._weights] == self._addresses
 
     def _take_pass(self, cache: StagedCache, masks: Sequence[Tensor]) -> None:
         """Keeps what the operations read of a pass beside the inputs of blocks: slots, positions and masks."""
@@ -355,6 +356,7 @@ class Tape(TorchDispatchMode):
         capacity = self._pass.cache.capacity
         if self._masks[0].shape[3] != capacity:
             self._masks = [mask.new_empty(*mask.shape[:3], capacity) for mask in self._masks]
+            self._bound = _of_none
         for kept, mask in zip(self._masks, masks, strict=True):
             kept[..., : mask.shape[3]] = mask
 

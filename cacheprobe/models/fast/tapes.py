@@ -1,5 +1,6 @@
 """Chooses, for each pass of a transformers model, between its modules and a tape of their operations."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -17,6 +18,8 @@ from cacheprobe.ops.equality import bitwise
 
 MOST_TOKENS = 128
 """Largest number of tokens in a pass that is taped: in longer ones, arithmetic takes far longer than Python does."""
+MOST_BYTES = 2**28
+"""Most memory of all tapes of a model."""
 _MOST_SHAPES = 6
 """Shapes of passes that are kept; the one that was not used for longest is dropped for another."""
 
@@ -47,8 +50,8 @@ class ModelForward(NamedTuple):
 
 
 class Tapes:
-    """Keeps the tapes of one model. The first pass of a shape runs the modules, the second is recorded, the third runs
-    both and compares their bits, and later ones run the tape.
+    """Keeps the tapes of one model. The first pass of a shape runs the modules. The second and third run them too, and
+    then record a tape or run it: it is trusted if its bits were those of the modules both times. Later ones run it.
 
     Twin: the modules, bitwise: tests.models.test_tapes.
     """
@@ -62,16 +65,22 @@ class Tapes:
         """Whether a pass is recorded or computed by a tape: hooks are then not called, listeners are."""
         self._shapes: dict[_Shape, Tape | None] = {}
         self._trusted: set[_Shape] = set()
+        self._too_large: set[_Shape] = set()
         self._is_hurried, self._hurried = False, list[_Shape]()
 
     def __repr__(self) -> str:
         return f"Tapes({len(self._trusted)} shapes{f', refused: {self.refusal}' if self.refusal else ''})"
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Tapes":
+        """Returns Tapes of the copied blocks without any tape: tapes hold addresses."""
+        return Tapes(copy.deepcopy(self.blocks, memo), copy.deepcopy(self.operations, memo), self.dtype)
+
     def takes(self, cache: StagedCache) -> bool:
         """Returns True if passes of this kind may be taped: few tokens, attention by request, a cache that is written,
         on the CPU."""
         is_plain = type(cache.cache) is KVCache and cache.keys[0].device.type == "cpu"
-        return not self.refusal and is_plain and cache.spans is not None and cache.positions.numel() <= MOST_TOKENS
+        attends = cache.spans is not None and any(cache.spans.pieces)
+        return not self.refusal and is_plain and attends and cache.positions.numel() <= MOST_TOKENS
 
     def run(
         self,
@@ -87,27 +96,68 @@ class Tapes:
         attending = tuple(bool(pieces) for pieces in cache.spans.pieces)
         batch, width = cache.positions.shape
         key = _Shape(num_layers, batch, width, attending, cache.duplicate is not None)
+        if key in self._too_large:
+            return forward.whole(cache)
         if key not in self._shapes:
             self._keep(key, None)
             if not self._is_hurried:
                 return forward.whole(cache)
         tape = self._shapes.pop(key)
         self._shapes[key] = tape  # the last one used
-        if tape is not None and not tape.is_current:
-            tape = None
-            self._trusted.discard(key)
+        if tape is not None and key in self._trusted:
+            out = self._replay(tape, cache, masks, forward, partial(_call, listeners))
+            return out if num_layers is None else out.clone()  # the next pass overwrites a tape's memory
+        expected: dict[Place, Tensor] = {}
+        with noting(lambda place, value: expected.update({place: value.clone()})):
+            out = forward.whole(cache)
         try:
             if tape is None:
-                out = self._record(key, cache, masks, forward, listeners, noting)
-            elif key in self._trusted:
-                out = self._replay(tape, cache, masks, forward, partial(_call, listeners))
+                tape, again = self._record(key, cache, masks, forward, noting)
             else:
-                out = self._try(key, tape, cache, masks, forward, noting)
-            return out if num_layers is None else out.clone()  # the next pass overwrites a tape's memory
-        except NotTapedError as refusal:
-            self.refusal = str(refusal)
-            self._shapes.clear()
-            return forward.whole(cache)
+                again = self._replay(tape, cache, masks, forward, lambda noted: None)
+            self._require_equal(key, (expected, out), (tape.noted, again))
+        except Exception as refusal:  # whatever a family's own code does not allow
+            self.refusal = str(refusal) or type(refusal).__name__
+            self.forget()
+            with self._silently():  # writes the keys and values again
+                forward.whole(cache)
+            return out
+        if self._shapes[key] is not None:
+            self._trusted.add(key)
+        self._shapes[key] = tape
+        self._drop_largest()
+        return out
+
+    def _require_equal(
+        self, key: _Shape, wanted: tuple[Mapping[Place, Tensor], Tensor], made: tuple[Mapping[Place, Tensor], Tensor]
+    ) -> None:
+        """Raises: NotTapedError if activations or the result have other bits."""
+        (expected, out), (noted, again) = wanted, made
+        differing = [place for place, value in expected.items() if not bitwise(noted[place].view_as(value), value)]
+        if differing or not bitwise(out, again):
+            where = "{}{}".format(*differing[0]) if differing else "the logits"
+            raise NotTapedError(f"a tape of {key.batch} x {key.width} tokens gives other bits at {where}")
+
+    def _drop_largest(self) -> None:
+        """Drops the tapes that were not used for longest while all together are too large; a tape that is too large by
+        itself is dropped, and its shape is not taped again."""
+        kept = {key: tape.num_bytes for key, tape in self._shapes.items() if tape is not None}
+        for key in list(kept):
+            if sum(kept.values()) <= MOST_BYTES:
+                break
+            if len(kept) == 1:
+                self._too_large.add(key)
+            del self._shapes[key], kept[key]
+            self._trusted.discard(key)
+
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        """Calls no hook of a capture inside the `with`."""
+        try:
+            self.is_busy = True
+            yield
+        finally:
+            self.is_busy = False
 
     @contextmanager
     def hurrying(self) -> Iterator[None]:
@@ -136,55 +186,24 @@ class Tapes:
         self._shapes[key] = tape
 
     def _record(
-        self,
-        key: _Shape,
-        cache: StagedCache,
-        masks: Sequence[Tensor],
-        forward: ModelForward,
-        listeners: Listeners,
-        noting: Noting,
-    ) -> Tensor:
-        """Runs the modules, and records their operations."""
+        self, key: _Shape, cache: StagedCache, masks: Sequence[Tensor], forward: ModelForward, noting: Noting
+    ) -> tuple[Tape, Tensor]:
+        """Runs the modules, and returns the tape of their operations, and the result."""
         product = None if self.operations is None else self.operations.compiled
         tape = Tape(self.blocks[: key.num_layers], product, self.dtype, cache, masks)
-        self.is_busy = True
         try:
             if self.operations is not None:
                 self.operations.tape = tape
-            with noting(lambda place, value: tape.noted.update({place: value})), tape.recording() as shown:
+            note = noting(lambda place, value: tape.noted.update({place: value}))
+            with self._silently(), note, tape.recording() as shown:
                 out = forward.whole(shown)
         finally:
-            self.is_busy = False
             if self.operations is not None:
                 self.operations.tape = None
-        self._shapes[key] = tape
         if self._is_hurried:
-            self._trusted.add(key)
+            self._shapes[key] = tape  # trusted at once
             self._hurried.append(key)
-        _call(listeners, tape.noted)
-        return out
-
-    def _try(
-        self,
-        key: _Shape,
-        tape: Tape,
-        cache: StagedCache,
-        masks: Sequence[Tensor],
-        forward: ModelForward,
-        noting: Noting,
-    ) -> Tensor:
-        """Runs the modules and the tape, and trusts the tape if both give the same bits."""
-        expected: dict[Place, Tensor] = {}
-        with noting(lambda place, value: expected.update({place: value.clone()})):
-            out = forward.whole(cache)
-        made: dict[Place, Tensor] = {}
-        again = self._replay(tape, cache, masks, forward, made.update)
-        differing = [place for place, value in expected.items() if not bitwise(made[place].view_as(value), value)]
-        if differing or not bitwise(out, again):
-            where = "{}{}".format(*differing[0]) if differing else "the logits"
-            raise NotTapedError(f"a tape of {key.batch} x {key.width} tokens gives other bits at {where}")
-        self._trusted.add(key)
-        return out
+        return tape, out
 
     def _replay(
         self,
@@ -194,12 +213,8 @@ class Tapes:
         forward: ModelForward,
         done: Callable[[Mapping[Place, Tensor]], None],
     ) -> Tensor:
-        self.is_busy = True
-        try:
-            with tape.replaying(cache, masks, done):
-                return forward.outside(cache)
-        finally:
-            self.is_busy = False
+        with self._silently(), tape.replaying(cache, masks, done):
+            return forward.outside(cache)
 
 
 def _call(listeners: Listeners, noted: Mapping[Place, Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from cacheprobe.core.live import ModuleValue
+from cacheprobe.ops.compiled.queue import Queue
 from cacheprobe.ops.compiled.queue_loops import COPY, MINUS, SUM, TIMES
 
 aten = torch.ops.aten
@@ -35,13 +36,31 @@ def require_known_before(func: OpOverload) -> None:
         raise NotTapedError(f"{func} depends on values")
 
 
-def read_by_map(func: OpOverload, args: Sequence[ModuleValue]) -> Sequence[ModuleValue]:
-    """Returns the tensors that a MAP of the compiled loops would read for an operation of torch; () if it is none."""
+def is_map(queue: Queue, func: OpOverload, args: Sequence[ModuleValue]) -> bool:
+    """Returns True if a queue's MAPs compute an operation of torch: a sum, product, negative or copy of tensors in the
+    queue's dtype."""
+    read: Sequence[ModuleValue] = args if func in MAPPED else ()
     if func is aten.cat.default:
-        return args[0]
-    if func in MAPPED:
-        return args
-    return args[:1] if func.is_view and func.overloadpacket.__name__ in _COPIES else ()
+        read = args[0]
+    elif func.is_view and func.overloadpacket.__name__ in _COPIES:
+        read = args[:1]
+    dims = [one.dim() for one in read if isinstance(one, Tensor) and one.dtype == queue.dtype]
+    return 0 < len(read) == len(dims) and all(0 < dim <= 4 for dim in dims)
+
+
+def queue_map(queue: Queue, func: OpOverload, args: Sequence[ModuleValue]) -> Tensor:
+    """Queues an operation that `is_map`; returns its result, of torch's layout in memory, which holds no values yet."""
+    out: Tensor = func(*args)  # of numbers that are not computed yet
+    if func is aten.cat.default:
+        start, dim = 0, args[1] if len(args) > 1 else 0
+        for part in args[0]:
+            queue.mapped(COPY, part, part, out.narrow(dim, start, part.shape[dim]))
+            start += part.shape[dim]
+    elif func in MAPPED:
+        queue.mapped(MAPPED[func], args[0], args[-1], out)
+    else:
+        queue.mapped(COPY, args[0], args[0], out.view(args[0].shape))
+    return out
 
 
 def again(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
-from cacheprobe.core.config import AUTO
+from cacheprobe.core.config import AUTO, DTYPES
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.core.terminal import without_progress_bars
 from cacheprobe.models.base import ModelError
@@ -224,6 +224,8 @@ def plain_model(
         own_code = require_no_own_code(source, is_local, trust_remote_code)
         trusted = {"local_files_only": is_local, "trust_remote_code": bool(own_code)}  # False: transformers never asks
         config = AutoConfig.from_pretrained(source, **trusted)
+        if dtype_name == AUTO and str(config.dtype or torch.float32).removeprefix("torch.") not in DTYPES:
+            dtype_name = "float32"  # float8
         architecture = (config.architectures or [type(config).__name__])[0]
         refuse_unknown_memory(config, architecture)
         dequantised: dict[str, object] = {}
@@ -234,7 +236,7 @@ def plain_model(
             warnings.filterwarnings("ignore", "You passed `quantization_config`")  # on purpose: it dequantises
             loaded: LiveModule = AutoModelForCausalLM.from_pretrained(
                 source,
-                dtype=dtype_name if dtype_name == AUTO else getattr(torch, dtype_name),
+                dtype=AUTO if dtype_name == AUTO else getattr(torch, dtype_name),
                 device_map=device_map,
                 output_loading_info=True,
                 **trusted,
@@ -255,7 +257,7 @@ def plain_model(
             tokenizer = _tokenizer_or_none(AutoTokenizer, source, trusted)
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(_why(name, source, error)) from error
     return live, tokenizer, "; ".join(filter(None, (quantised, note, own_code)))
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from cacheprobe.core.hook_names import RECURRENT, SITES
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
@@ -125,7 +126,7 @@ class PlainLM(WithBridge):
             self._by_module = KernelOperations(faster, self.model.config, self.n_layers)
         for module in self._modules:
             replace_forward(module, self._by_module)
-        self.tapes, self._taped = None, self.weights.taken
+        self.tapes, self._addresses = None, list[int]()
         is_fixed = bool(self.mixtures or self.initial or self.sources or packed_modules(self.live))
         if not (is_fixed or isinstance(faster, KernelSet)) and self.attends_by_request:
             blocks = [self.model.get_submodule(block.path) for block in self.blocks]
@@ -194,9 +195,10 @@ class PlainLM(WithBridge):
         """Returns True if a tape may compute this pass: nobody listens inside the blocks, or hides slots there."""
         if self.tapes is None or num_layers == 0 or self.attention_listeners or not self._has_capture_hooks_only:
             return False
-        if self._taped is not self.weights.taken:
+        addresses = [tensor.data_ptr() for *_, tensor in self.weights.taken]
+        if self._addresses != addresses:  # a weight or buffer was replaced or moved
             self.tapes.forget()
-            self._taped = self.weights.taken
+            self._addresses = addresses
         return self.tapes.takes(cache) and not cache.cache.head_masks.concern(cache.rows)
 
     def _given(self, cache: StagedCache, inputs: ForwardInputs) -> dict[str, object]:
@@ -226,6 +228,8 @@ class PlainLM(WithBridge):
     @property
     def _has_capture_hooks_only(self) -> bool:
         """True if all PyTorch hooks on the copied model are capture hooks at sites pre, S, T and C."""
+        if _global_forward_hooks or _global_forward_pre_hooks:
+            return False
         num_hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in self._modules)
         return num_hooks == sum(map(len, self.listeners.values()))
 

@@ -40,7 +40,7 @@ COMPILER = (
 )
 """Text in the schedule fingerprint: other versions, processors and features may give other bits."""
 
-_SOURCES = hashlib.sha256(
+SOURCES = hashlib.sha256(
     b"\0".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 ).hexdigest()[:12]
 """Hash of the files that define the loops: after a change of one, no loop is taken from numba's cache."""
@@ -289,7 +289,7 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _cached(compiler: Callable[..., Any], function: Callable[..., None]) -> Any:
-    function.__qualname__ += f"_{_SOURCES}"  # numba names its files by this, and looks at no file that is imported
+    function.__qualname__ += f"_{SOURCES}"  # numba names its files by this, and looks at no file that is imported
     try:
         return compiler(cache=True)(function)
     except RuntimeError:

@@ -164,6 +164,10 @@ class Queue:
         finally:
             self.clear()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "Queue":
+        """Returns an empty queue of the same kind."""
+        return Queue(self.kind, self.dtype, self.most)
+
     def __len__(self) -> int:
         return self._num
 
