@@ -32,7 +32,7 @@ prompts = ["The sun rises in the east and sets in", "My brother called yesterday
 
 # %%
 LAYER = 26
-settings = dict(window=4, max_new_tokens=16)
+settings = dict(window=4, draft_length=3, max_new_tokens=16)
 trace = cp.run(model, prompts, drafter=cp.drafters.EarlyExit(layer=LAYER), **settings)
 print(trace)
 for request_id, prompt in enumerate(prompts):

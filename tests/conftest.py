@@ -78,6 +78,16 @@ def nothing_remembered() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def free_drafts() -> Iterator[None]:
+    """No test measures what drafts cost: they cost next to nothing, so that every drafter drafts, unless a test plants
+    other costs."""
+    from tests.planted_drafts import planted
+
+    with planted(draft=0.0, verify=1e-9):
+        yield
+
+
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
     """A real browser."""

@@ -16,7 +16,7 @@ from cacheprobe.analysis.draft_passes import (
     replay_passes,
 )
 from cacheprobe.analysis.measures import lens_readings
-from cacheprobe.core.config import ACCEPTANCES, EngineConfig
+from cacheprobe.core.config import ACCEPTANCES
 from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import KnownKeywords, hint, number, whole_number
 from cacheprobe.engine.drafters.base import Drafter, require_drafter
@@ -39,7 +39,7 @@ class ReplayOptions(TypedDict, total=False):
     """Declares the keyword arguments of `acceptance` that say how drafts are judged."""
 
     temperature: float | None
-    draft_length: "int | str | None"
+    draft_length: int | None
     rule: str
 
 
@@ -48,7 +48,7 @@ class ReplayConfig(KnownKeywords):
     """Holds the options of one call of `acceptance`, with defaults. Raises: ValueError for one out of range."""
 
     temperature: float | None = None
-    draft_length: "int | str | None" = None
+    draft_length: int | None = None
     rule: str = "equality"
 
     def __post_init__(self) -> None:
@@ -56,7 +56,8 @@ class ReplayConfig(KnownKeywords):
             raise ValueError(f"unknown rule {self.rule!r:.60}; rules are {', '.join(ACCEPTANCES)}")
         if self.temperature is not None and not 0 <= number("temperature", self.temperature) < float("inf"):
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
-        EngineConfig(draft_length=self.draft_length)
+        if self.draft_length is not None:
+            whole_number("draft_length, which a replay takes as a number,", self.draft_length, at_least=1)
 
     def sampled(self, text: CommittedText) -> Sampled:
         """Returns how tokens of a request are chosen and accepted."""
@@ -112,7 +113,8 @@ def acceptance(
     drafters: EarlyExit objects, whose draft tokens are the first tokens of the lens readings at their layer; and
         drafters that need only tokens (NGram, Scripted) or a model of their own (DraftModel), which draft again. By
         default an EarlyExit at each layer that was read but the model's last.
-    windows: tokens of a verify pass.  draft_length, rule: as draft_length and acceptance of `cp.run`.
+    windows: tokens of a verify pass.  draft_length: as the number of `cp.run`, by default all that the window takes;
+        "adaptive" cannot be replayed, as it depends on costs and on other requests.  rule: as acceptance of `cp.run`.
     temperature: None for that of each request. Another one is an estimate, along the stored text.
     readings: from `cp.analysis.read_states`, for another lens than the run's.
     by: "request": a line for each request, drafter and window. "pass": a line for each verify pass. "place": for each

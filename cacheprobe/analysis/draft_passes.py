@@ -15,7 +15,6 @@ from cacheprobe.core.noise import gumbel_noise
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import DraftContext, Drafter
-from cacheprobe.engine.scheduler import FIRST_DRAFT_LENGTH
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.ops.acceptance import clip_draft, num_accepted
 from cacheprobe.ops.sampling import choose_token
@@ -80,33 +79,28 @@ class ReplayedPass(NamedTuple):
 
 
 def replay_passes(
-    text: CommittedText, source: "RecordedExit | TokenDrafts", window: int, draft_length: "int | str | None" = None
+    text: CommittedText, source: "RecordedExit | TokenDrafts", window: int, draft_length: int | None = None
 ) -> list[ReplayedPass]:
     """Returns the verify passes, by position, in which the committed text would be written again with another drafter.
 
-    window: tokens of one pass.  draft_length: as the option of `cp.run`.
-    The limits of a draft, the token that the verifier adds, and the adaptive length are those of the engine's loop. If
-    a probability is neither 0 nor 1, every possible sequence of passes counts with its probability.
+    window: tokens of one pass.  draft_length: as the number of `cp.run`; None for all that the window takes. The
+    adaptive length is not replayed: it depends on costs, and on the run's other requests.
+    The limits of a draft, and the token that the verifier adds, are those of the engine's loop. If a probability is
+    neither 0 nor 1, every possible sequence of passes counts with its probability.
     Twin: tests.twins.measures_slowly.expected_passes_slowly, close(1e-9).
     """
-    cap = min(FIRST_DRAFT_LENGTH, window - 1) if isinstance(draft_length, str) else draft_length
-    weights: dict[int, dict[int | None, float]] = {text.first: {cap: 1.0}}
+    weights = {text.first: 1.0}
     passes = []
     for position in range(text.first, text.last):
-        for cap, weight in weights.pop(position, {}).items():
-            limit = min(window - 1, text.num_left(position) - 1, window if cap is None else cap)
-            draft = source.draft(position, limit) if limit > 0 else Draft((), ())
-            survival = tuple(accumulate(draft.agrees, mul))
-            passes.append(ReplayedPass(position, weight, draft.has_token, survival))
-            for accepted, (at_least, more) in enumerate(pairwise((1.0, *survival, 0.0))):
-                probability = at_least - more  # of exactly this number of accepted tokens
-                if probability > 0:
-                    cap_after = cap
-                    if isinstance(draft_length, str) and draft.agrees and cap is not None:  # the adaptive length
-                        is_full = accepted == len(draft.agrees)
-                        cap_after = min(cap + 2, max(window - 1, 1)) if is_full else max(cap - 1, 1)
-                    after = weights.setdefault(min(position + accepted + 1, text.last), {})
-                    after[cap_after] = after.get(cap_after, 0.0) + weight * probability
+        if not (weight := weights.pop(position, 0.0)):
+            continue
+        limit = min(window - 1, text.num_left(position) - 1, window if draft_length is None else draft_length)
+        draft = source.draft(position, limit) if limit > 0 else Draft((), ())
+        survival = tuple(accumulate(draft.agrees, mul))
+        passes.append(ReplayedPass(position, weight, draft.has_token, survival))
+        for accepted, (at_least, more) in enumerate(pairwise((1.0, *survival, 0.0))):
+            after = min(position + accepted + 1, text.last)
+            weights[after] = weights.get(after, 0.0) + weight * (at_least - more)  # exactly this number accepted
     return passes
 
 
@@ -292,7 +286,7 @@ class TokenDrafts:
     """Gives the drafts of a drafter for one request. Call `close` at the end."""
 
     def __init__(
-        self, text: CommittedText, drafter: Drafter, draft_length: "int | str | None", d_vocab: int | None = None
+        self, text: CommittedText, drafter: Drafter, draft_length: int | None, d_vocab: int | None = None
     ) -> None:
         """Begins with the prompt and the first generated token committed. d_vocab: of the verified model, if known."""
         self._text, self._drafter = text, drafter

@@ -80,6 +80,7 @@ def _two_runs(progress: bool) -> "tuple[Trace, Trace]":
             examples,
             drafter=drafter,
             window=4,
+            draft_length=3,  # also where drafts cost more than they save: they are what is looked at
             deterministic=0.5,
             capacity=capacity,
             max_new_tokens=12,

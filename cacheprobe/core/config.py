@@ -108,8 +108,9 @@ class EngineConfig(KnownKeywords):
     max_kv_tokens: int | None = None
     """Cache slots in use at once, over all requests; if the running requests need more, the newest is preempted and
     resumed later. No limit but max_batch x capacity by default."""
-    draft_length: "int | str | None" = field(default=None, metadata=NO_FLAG)
-    """Draft tokens before each verification: None for all that the window takes, a number, or "adaptive"."""
+    draft_length: "int | str" = field(default="adaptive", metadata=as_flag(int | Literal["adaptive"]))
+    """Draft tokens before each verification. "adaptive", the default: none while drafts take more time than they save;
+    all that the window takes without a drafter, and for a drafter that always drafts. A number: that many, always."""
     acceptance: str = field(default="equality", metadata=NO_FLAG)
     """"equality": a draft token is accepted if the verifier chose the same token. "rejection": speculative sampling of
     requests that are not deterministic."""
@@ -133,8 +134,8 @@ class EngineConfig(KnownKeywords):
                 f"prefill passes of {self.prefill_group} prompts need one shape; set prefill_group=1, or leave "
                 "pad_prefill=True"
             )
-        if self.draft_length not in (None, "adaptive"):
-            whole_number('draft_length, if neither None nor "adaptive",', self.draft_length, at_least=1)
+        if self.draft_length != "adaptive":
+            whole_number('draft_length, if not "adaptive",', self.draft_length, at_least=1)
         require_one_of("acceptance", self.acceptance, ACCEPTANCES)
         require_one_of("determinism", self.determinism, DETERMINISMS)
 

@@ -4,13 +4,13 @@ Imports neither models nor tensors nor files. `Observer` is the interface throug
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cacheprobe.core.config import PHASES as PHASES
 from cacheprobe.core.config import STATUSES as STATUSES
 from cacheprobe.core.settings import SamplingParams as SamplingParams
-from cacheprobe.core.values import KnownKeywords, flag, require_encodable, whole_number
+from cacheprobe.core.values import JsonDict, KnownKeywords, flag, require_encodable, whole_number
 
 ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back", "abandoned")
 """Roles of a row (one token of one pass): how its input token came to its position."""
@@ -338,3 +338,60 @@ class Observer:
 
     def on_finish(self, finished: Finished) -> None:
         """Called when a request ends."""
+
+
+MANY = 8
+"""Requests of the larger passes that are measured; costs of other numbers lie on the line through one and this many."""
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """Holds what the passes and draft tokens of a run cost on this machine, in seconds."""
+
+    plain: tuple[float, float]
+    """A decode pass of one request, and of MANY."""
+    draft: tuple[float, float]
+    """A draft token for each of one request, and of MANY."""
+    verify: Mapping[int, float]
+    """A verify pass of a whole group, by its width in tokens."""
+    row: float = 0.0
+    """Recording one row: its states in all layers, and their lens readings."""
+    draft_rows: float = 0.0
+    """Part of that which a draft token takes: the layers that the drafter runs, over those of the model."""
+
+    def record(self) -> JsonDict:
+        """Returns the costs as a dict for the run's metadata."""
+        verify = {str(width): seconds for width, seconds in self.verify.items()}
+        return {**asdict(self), "plain": [*self.plain], "draft": [*self.draft], "verify": verify}
+
+    @classmethod
+    def from_record(cls, record: JsonDict) -> "DraftCosts":
+        """Returns the costs whose `record` this is."""
+        pairs = {name: (float(record[name][0]), float(record[name][1])) for name in ("plain", "draft")}
+        verify = {int(width): float(seconds) for width, seconds in record["verify"].items()}
+        return cls(verify=verify, row=record["row"], draft_rows=record["draft_rows"], **pairs)
+
+    def decoding(self, num_requests: int) -> float:
+        """Returns the seconds of a decode pass of this many requests."""
+        return _between(self.plain, num_requests) + num_requests * self.row
+
+    def drafting(self, num_requests: int) -> float:
+        """Returns the seconds in which this many requests draft one token each."""
+        return _between(self.draft, num_requests) + num_requests * self.row * self.draft_rows
+
+    def verifying(self, num_tokens: int, num_passes: int, num_rows: int) -> float:
+        """Returns the seconds of verify passes of the first width that takes this many tokens of a request. num_rows:
+        tokens that all of them feed, without pads."""
+        width = min((width for width in self.verify if width >= num_tokens), default=max(self.verify))
+        return num_passes * self.verify[width] + num_rows * self.row
+
+    def undrafted(self, num_requests: int, num_running: int, num_verified: int, group: int) -> float:
+        """Returns the seconds in which a run without a drafter generates one token of each of `num_requests`, which
+        decode with the others of `num_running`, and of which the verifier verifies some."""
+        of_verified = max(self.verify.values()) / (max(self.verify) * group) + self.row
+        return self.decoding(num_running) * num_requests / num_running + num_verified * of_verified
+
+
+def _between(costs: tuple[float, float], num_requests: int) -> float:
+    """Returns the cost of this many requests, on the line through those of one and of MANY."""
+    return costs[0] + max(costs[1] - costs[0], 0.0) * (num_requests - 1) / (MANY - 1)

@@ -153,18 +153,6 @@ JUDGES = {"equality": judge_by_equality, "rejection": judge_by_rejection}
 """Maps each value of EngineConfig.acceptance to the function that judges a draft."""
 
 
-def adapt_draft_cap(state: SequenceState, config: EngineConfig, num_accepted: int) -> None:
-    """If draft_length is "adaptive", lets a request's next draft be 2 tokens longer after a full match of its draft, 1
-    shorter after a mismatch. Call it before the tokens are committed.
-
-    Source: the "heuristic" schedule of transformers' assisted generation.
-    """
-    if state.draft_cap is None or config.draft_length != "adaptive" or not state.draft:
-        return
-    is_whole, longest = num_accepted == len(state.draft), max(config.window - 1, 1)
-    state.draft_cap = min(state.draft_cap + 2, longest) if is_whole else max(state.draft_cap - 1, 1)
-
-
 class Committer:
     """Chooses tokens after a pass; commits, rolls back, preempts and ends requests; reports this to the observer."""
 
@@ -279,7 +267,6 @@ class Committer:
         self._keep_logprobs(state, verdict.start, len(committed))
         last_role = "recovered" if verdict.is_rollback else "bonus"  # of the verifier's own token
         roles = ["accepted"] * verdict.num_accepted + [last_role]
-        adapt_draft_cap(state, self.config, verdict.num_accepted)
         state.commit(committed)
         self.observer.on_commit(state.request_id, verdict.step, verdict.start, committed, roles[: len(committed)])
         self._end(state, verdict.finish)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheprobe.core.config import CaptureConfig, TokenRow
+from cacheprobe.core.records import DraftCosts
 from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.engine.drafters.base import Drafter
@@ -102,7 +103,8 @@ def prepare_again(
             raise ValueError(
                 f"request {made.request_id}: the model's tokenizer gives its prompt other tokens than the run had"
             )
-    run = prepare(plan)
+    costs = meta.get("draft_costs")
+    run = prepare(plan, draft_costs=None if costs is None else DraftCosts.from_record(costs))
     require_same(meta["fingerprint"], run.plan.fingerprint(), "the unfinished run and its continuation")
     restore_states(run.states, journal)
     if run.editor is not None:

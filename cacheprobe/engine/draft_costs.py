@@ -16,6 +16,7 @@ from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.execution import prepare
 from cacheprobe.engine.plan import make_plan
+from cacheprobe.engine.shapes import DRAFTED_WINDOW
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.tables.schema import typed
@@ -116,7 +117,8 @@ def timed_run(
     model: CachedLM, prompt: object, drafter: Drafter | None, max_new_tokens: int, options: EngineOptions
 ) -> StepClock:
     """Runs one prompt alone, greedily and without capture; returns the StepClock of its steps."""
-    settings = {**options, "drafter": drafter, "max_batch": 1, "capture": None, "max_new_tokens": max_new_tokens}
+    settings = {"draft_length": DRAFTED_WINDOW, **options, "drafter": drafter, "max_batch": 1, "capture": None}
+    settings["max_new_tokens"] = max_new_tokens
     run, clock = prepare(make_plan(model, [prompt], settings, max_in_flight=1)), StepClock()
     with hold_model(run.plan.model), closing(run.rounds(clock)) as steps:
         for _ in steps:

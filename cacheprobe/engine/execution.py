@@ -7,13 +7,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
-from cacheprobe.core.records import Observer
+from cacheprobe.core.records import DraftCosts, Observer
 from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.interventions.checks import Drafting
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import drafted_layers, require_drafter
 from cacheprobe.engine.drafters.early_exit import FastPath
+from cacheprobe.engine.drafts.timing import costs_of
 from cacheprobe.engine.fingerprint import FingerprintMismatch, RunGuard
 from cacheprobe.engine.loop import generation_loop, run_reference
 from cacheprobe.engine.model_runner import ModelRunner
@@ -41,6 +42,8 @@ class PreparedRun:
     editor: Editor | None = None
     is_reference: bool = False
     """Whether the slow reference runs the requests."""
+    draft_costs: DraftCosts | None = None
+    """What passes and draft tokens cost; None without a drafter, or with one that always drafts."""
 
     def rounds(self, observer: Observer, step: int = -1) -> Generator[int, None, None]:
         """Returns the generator of step numbers that runs the requests that have not ended. No pass runs before its
@@ -57,7 +60,7 @@ class PreparedRun:
             cache = model.new_cache(min(len(ahead), config.max_batch) + 1, config.capacity)
             return ModelRunner(model, cache, observer, self.checker, self.editor, step)
 
-        return generation_loop(new_runner, ahead, config, self.plan.drafter)
+        return generation_loop(new_runner, ahead, config, self.plan.drafter, self.draft_costs)
 
     @contextmanager
     def hooks(self, recorder: Recorder | None = None) -> Iterator[None]:
@@ -71,10 +74,11 @@ class PreparedRun:
             yield
 
 
-def prepare(plan: RunPlan, is_reference: bool = False) -> PreparedRun:
+def prepare(plan: RunPlan, is_reference: bool = False, draft_costs: DraftCosts | None = None) -> PreparedRun:
     """Returns a PreparedRun with a new state for each request. With a drafter all are verified, else the deterministic
     ones; with determinism="invariant" these are not verified, but invariant. For the reference, all are.
 
+    draft_costs: those of the run that goes on; None lets them be measured, if the run has a drafter that saves time.
     Tries the run's pass shapes, and may choose others than the plan's. Raises: ShapeRefused if no allowed
     shape is batch-invariant; ValueError for a drafter that does not fit the model, and for interventions that cannot
     act.
@@ -91,7 +95,10 @@ def prepare(plan: RunPlan, is_reference: bool = False) -> PreparedRun:
         states[-1].is_edited = request.cached is not None
     run = PreparedRun(plan, states, RecomputeChecker(plan.model), is_reference=is_reference)
     run = replace(run, editor=_make_editor(run))
-    return _with_tried_shapes(run) if any(state.reads_in_chunks for state in states) else run
+    run = _with_tried_shapes(run) if any(state.reads_in_chunks for state in states) else run
+    if is_drafted and not is_reference:
+        run = replace(run, draft_costs=draft_costs or costs_of(run.plan, run.checker))
+    return run
 
 
 def _with_tried_shapes(run: PreparedRun) -> PreparedRun:
@@ -150,10 +157,15 @@ class Execution:
         self._guard = RunGuard(plan.model, plan.fingerprint)
         if disk is not None:
             with hold_model(plan.model):
-                known = meta_before(self.recorder, *self._settings(plan.meta(meta)))
+                known = meta_before(self.recorder, *self._settings(self._known()))
             disk.begin(self.recorder, plan.requests, states, known)
         writers = () if disk is None else (disk,)
         self._rounds = run.rounds(Tee(self.recorder, *writers, *observers), step)
+
+    def _known(self) -> JsonDict:
+        """Returns the entries of the metadata that the run adds before its first pass."""
+        costs = self._run.draft_costs
+        return self.plan.meta(self._meta if costs is None else {**self._meta, "draft_costs": costs.record()})
 
     def _settings(self, meta: JsonDict) -> tuple[JsonDict, EngineConfig, CaptureConfig, JsonDict]:
         """Returns (fingerprint, engine settings, capture settings, `meta`): what metadata is made from."""
@@ -201,7 +213,7 @@ class Execution:
                 self.disk.place.drop()
             raise
         errors = {str(state.request_id): state.error for state in states if state.error}
-        meta = {**plan.meta(self._meta), "errors": errors, "missing": plan.missing_answers()}
+        meta = {**self._known(), "errors": errors, "missing": plan.missing_answers()}
         with hold_model(plan.model):
             if self.disk is None:
                 trace = assemble(self.recorder, plan.requests, *self._settings(meta))

@@ -2,14 +2,15 @@
 reference (`cp.reference`).
 
 Without a drafter, decode passes commit the tokens of never verified requests, and draft for the verified ones if the
-window is above 1. With a drafter every request is verified. With determinism="invariant" no other request is.
+window is above 1. With a drafter every request is verified, unless it goes on as without one because drafts do not pay
+(drafts/lengths.py). With determinism="invariant" no other request is verified.
 Memory: sizes.py says what happens when memory runs out (refusal, preemption at max_kv_tokens, failed passes).
 """
 
 from collections.abc import Callable, Generator, Sequence
 
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.core.records import Observer
+from cacheprobe.core.records import DraftCosts, Observer
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import Drafter, release
@@ -28,11 +29,12 @@ def generation_loop(
     states: Sequence[SequenceState],
     config: EngineConfig,
     drafter: Drafter | None = None,
+    costs: DraftCosts | None = None,
 ) -> Generator[int, None, None]:
     """Runs the main loop. Yields the number of the last step after each round, until every request has ended.
 
     Requests may be cancelled between rounds. new_runner: makes the ModelRunner at the first `next`; its cache needs a
-    row for each request in flight and a spare one for dummies.
+    row for each request in flight and a spare one for dummies. costs: of drafts, which decide the adaptive length.
 
     A request whose passes fail, also without its draft, ends with an error; the others go on. Raises: EngineError if
     there is no request or all failed; CacheIntegrityError at the end if the cache is at fault.
@@ -40,9 +42,8 @@ def generation_loop(
     """
     if not states:
         raise EngineError("there is no request to run")
-    engine = Engine(new_runner(), config, drafter)
+    engine = Engine(new_runner(), config, drafter, costs)
     scheduler = Scheduler(states, engine.cache, config)
-    decode = engine.decode if drafter is None else engine.draft
     while not scheduler.is_done:
         for state in scheduler.cancelled():
             engine.committer.stop(state, "cancelled")
@@ -57,10 +58,10 @@ def generation_loop(
                 with engine.isolating():
                     prefill(requests)
         fill_ins = scheduler.fill_ins()
-        if drafting := [state for state in scheduler.drafting() if state not in fill_ins]:
-            for requests in engine.attempts(drafting):
+        for step, group in engine.decodes([state for state in scheduler.drafting() if state not in fill_ins]):
+            for requests in engine.attempts(group):
                 with engine.isolating():
-                    decode(requests)
+                    step(requests)
         for group in scheduler.ready_groups(fill_ins):
             for requests in engine.attempts(engine.runner.checker.leaving_room(group, config)):
                 with engine.isolating():

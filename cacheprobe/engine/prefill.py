@@ -131,7 +131,8 @@ class Prefill:
         for phase, start, end, width, batch in passes_again(state, self.config):
             if phase != "prefill" and start == num_prompt:
                 self._mark(state, num_prompt, "prefill")
-            is_exact = self.config.acceptance == "equality" or state.request.is_deterministic
+            is_exact = self.config.acceptance == "equality" and self.config.draft_length != "adaptive"
+            is_exact = is_exact or state.request.is_deterministic
             is_checked = phase != "prefill" and is_exact
             entry = Entry(state, tuple(state.token_ids[start:end]), start, True)
             slots = [end - start - 1] if phase == "prefill" else None
@@ -274,7 +275,8 @@ def passes_again(state: SequenceState, config: EngineConfig) -> Iterator[tuple[s
         end = min(start + config.prefill_chunk, num_prompt)
         width = config.prefill_chunk if config.pad_prefill else end - start
         yield "prefill", start, end, width, config.prefill_group
-    phase, batch = "verify" if state.is_verified else "decode", 1 if config.is_invariant else config.group
+    phase = "decode" if state.is_invariant and not state.is_verified else "verify"
+    batch = 1 if config.is_invariant else config.group
     for start in range(num_prompt, last, config.window):
         yield phase, start, min(start + config.window, last), config.window, batch
 

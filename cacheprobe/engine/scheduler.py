@@ -8,9 +8,6 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 
-FIRST_DRAFT_LENGTH = 4
-"""Draft tokens that a request may have at first if draft_length is "adaptive"."""
-
 
 class Scheduler:
     """Admits requests, preempts and retires them, and chooses the requests of each pass.
@@ -26,10 +23,9 @@ class Scheduler:
         self._num_admitted = 0
         self._cancel_inbox = [state.request_id for state in states if state.is_cancel_requested]
         """Ids of requests to cancel. Only if there are any does a round look through the queue."""
-        length = config.draft_length
         for state in states:
             state.cancel_inbox = self._cancel_inbox
-            state.draft_cap = min(FIRST_DRAFT_LENGTH, config.window - 1) if isinstance(length, str) else length
+            state.draft_cap = None if isinstance(config.draft_length, str) else config.draft_length
 
     @property
     def is_done(self) -> bool:

@@ -4,14 +4,16 @@ A request that fails even so ends with an error. A failed pass has committed no 
 made before the first commit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.records import DraftCosts
 from cacheprobe.engine.committer import Choice, Committer
 from cacheprobe.engine.drafters.base import Drafter, propose
+from cacheprobe.engine.drafts.lengths import DraftLengths, split
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import BatchedPromptFault, EngineError, Entry, Pass, ShapeFault
 from cacheprobe.engine.prefill import Prefill
@@ -19,26 +21,42 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 from cacheprobe.ops.acceptance import clip_draft
 
+StepOf = Callable[[Sequence[SequenceState]], None]
+"""Runs a step of these requests."""
+
 
 class Engine:
     """Runs prefill, decode and verify passes, and isolates requests whose pass fails. Also is the DraftContext: the
     object whose functions a drafter may call."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, drafter: Drafter | None = None) -> None:
-        """Prepares passes of `runner` in the shapes of `config`, and the narrower ones that its checker has found."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        drafter: Drafter | None = None,
+        costs: DraftCosts | None = None,
+    ) -> None:
+        """Prepares passes of `runner` in the shapes of `config`, and the narrower ones that its checker has found.
+        costs: of drafts, if they were measured."""
         self.runner, self.config = runner, config
         self._widths = runner.checker.widths = (*runner.checker.narrow_widths, config.window)
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
         self.prefill = Prefill(runner, self.committer)
         self._drafter = drafter
+        self._lengths = None if drafter is None else DraftLengths(config, drafter, costs)
         self._error: EngineError | None = None
         """Of the last pass inside `isolating`; None if it did not fail."""
 
     # -- decode
 
+    def decodes(self, states: Sequence[SequenceState]) -> Iterator[tuple[StepOf, Sequence[SequenceState]]]:
+        """Yields (`draft` or `decode`, requests): first those whose next draft the drafter makes, then the others."""
+        for is_drafted, group in split(states, self._lengths, self.config.window):
+            yield self.draft if is_drafted else self.decode, group
+
     def decode(self, states: Sequence[SequenceState]) -> None:
-        """Runs one decode pass, for runs without a drafter. Each request chooses its next token.
+        """Runs one decode pass, for requests without a drafter. Each request chooses its next token.
 
         A never verified request commits the token; the others add it to their draft. If any request is invariant, the
         pass has the narrowest width whose bits are those of a whole window, and attention runs request by request.
@@ -54,11 +72,13 @@ class Engine:
         of_states = zip(states, out[:, 0], choices, strict=True)
         chosen = [(self.choose(state, row, top_choice=best),) for state, row, (best,) in of_states]
         self._take(states, [self._clip(state, token_ids) for state, token_ids in zip(states, chosen, strict=True)])
+        if self._lengths is not None:
+            self._lengths.note_decoded(states)
 
     def draft(self, states: Sequence[SequenceState]) -> None:
-        """Calls the drafter once, and appends its draft tokens to the draft of each request. Raises: EngineError if a
-        kept token is outside the vocabulary."""
-        assert self._drafter is not None
+        """Calls the drafter once, and appends its draft tokens to the draft of each request, unless they do not pay.
+        Raises: EngineError if a kept token is outside the vocabulary."""
+        assert self._drafter is not None and self._lengths is not None
         before = self.runner.step
         proposals = propose(self._drafter, self, states, before, self.config.window)
         kept = [self._clip(state, token_ids) for state, token_ids in zip(states, proposals, strict=True)]
@@ -69,6 +89,10 @@ class Engine:
                     f"{bad[0]}, outside the vocabulary of {self.model.d_vocab}; use a drafter that shares the model's "
                     "tokenizer"
                 )
+        self._lengths.note_drafts(len(states), max(map(len, kept)))
+        if not (kept := self._lengths.keep(states, kept)):
+            self.committer.forget_choices()
+            return
         if self.runner.step == before:  # a drafter that runs no model
             self.runner.skip()
         self._take(states, kept)
@@ -146,6 +170,9 @@ class Engine:
             else:
                 token_id = self.committer.choose(entry.state, out[b, 0], (), entry.start + 1, best[0])
                 fill_ins.append((entry.state, token_id))
+        if self._lengths is not None:
+            of_drafts = ((state, len(verdict.draft_token_ids), verdict.num_accepted) for state, verdict in verdicts)
+            self._lengths.note_verdicts(width, of_drafts)
         for state, verdict in verdicts:
             self.committer.apply_verdict(state, verdict)
         committed = []

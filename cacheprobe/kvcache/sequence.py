@@ -27,7 +27,7 @@ class SequenceState:
 
     request: Request
     is_verified: bool
-    """Whether every token of this request is decided by the verifier."""
+    """Whether the verifier decides the next token of this request. With a drafter it changes with `is_drafted`."""
     sampling: SamplingParams
     """Sampling settings, with every None replaced by its default."""
     decode: Callable[..., str] = str
@@ -48,8 +48,10 @@ class SequenceState:
     draft: list[int] = field(default_factory=list)
     draft_is_closed: bool = False
     """True if the drafter adds no more tokens before the next verification."""
+    is_drafted: bool = False
+    """Whether the drafter makes the request's next draft; if not, the request goes on as without a drafter."""
     draft_cap: int | None = None
-    """Number of draft tokens that the adaptive length allows; None for as many as the window takes."""
+    """Number of draft tokens that draft_length allows; None for as many as the window takes."""
     draft_probs: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     """For rejection sampling, keyed by absolute position: the draft token and the distribution [v] it was sampled
     from."""
@@ -71,6 +73,8 @@ class SequenceState:
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or list(self.request.prompt_token_ids)
+        self.reads_in_chunks = self.is_verified or self.is_invariant
+        """Whether the request's prompt is read in passes whose bits depend on that prompt alone."""
         assert self.sampling.stop_token_ids is not None and self.sampling.stop is not None
         self.stop_rule = StopRule(
             frozenset(cast("tuple[int, ...]", self.sampling.stop_token_ids)),
@@ -129,18 +133,13 @@ class SequenceState:
         return (self.draft or self.token_ids)[-1], self.last_committed_position + len(self.draft)
 
     @property
-    def reads_in_chunks(self) -> bool:
-        """Whether the request's prompt is read in passes whose bits depend on that prompt alone."""
-        return self.is_verified or self.is_invariant
-
-    @property
     def is_ended(self) -> bool:
         """Whether the request has finished, failed or was cancelled."""
         return self.status in ENDED
 
     def draft_limit(self, window: int) -> int:
         """Returns the largest number of draft tokens that one verify pass could commit: the minimum of window - 1, the
-        tokens left minus one, and the adaptive length."""
+        tokens left minus one, and `draft_cap`."""
         limit = min(window - 1, self.num_left - 1)
         return limit if self.draft_cap is None else min(limit, self.draft_cap)
 

@@ -172,7 +172,7 @@ def _run(cell: Cell, model: CachedLM) -> Trace:
     """Makes the examples, lens, drafter and interventions of a cell, runs the examples, and returns the Trace."""
     axes, common = cell.axes, cell.run
     examples = make("tasks", axes["task"]).examples(common["n"], axes["seed"])
-    names = ("deterministic", "determinism", "max_new_tokens", "capacity", "group", "layers")
+    names = ("deterministic", "determinism", "max_new_tokens", "capacity", "group", "layers", "draft_length")
     settings: JsonDict = dict(
         window=axes["window"],
         seed=axes["seed"],
@@ -183,9 +183,11 @@ def _run(cell: Cell, model: CachedLM) -> Trace:
     )
     drafter = make("drafters", axes["drafter"]) if axes["drafter"] else None
     changes = _changes(axes["intervention"], model, examples, settings)
-    return run(
+    trace = run(
         model, examples, drafter=drafter, capture=CaptureConfig(common["capture"]), interventions=changes, **settings
     )
+    trace.meta.pop("draft_costs", None)  # a measurement: equal cells have equal bytes on every machine
+    return trace
 
 
 def _changes(text: str | None, model: CachedLM, examples: Sequence[Example], settings: JsonDict) -> list[Intervention]:

@@ -106,6 +106,8 @@ class SweepRunSettings(_Strict):
     """None: `cp.run` chooses. The same holds for `capacity`, `prefill_chunk`, `prefill_group` and `pad_prefill`."""
     prefill_chunk: Count | None = None
     prefill_group: Count | None = None
+    draft_length: Count = 64
+    """Most draft tokens before each verification. Never "adaptive": measured costs differ from machine to machine."""
     pad_prefill: Annotated[bool, Field(strict=True)] | None = None
     deterministic: Annotated[float, Field(ge=0, le=1)] = RunFlags.deterministic
     determinism: Literal["verify", "invariant"] = "verify"

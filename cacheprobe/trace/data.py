@@ -19,6 +19,7 @@ from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.state_store import StateStore, layer_number, ragged_starts
+from cacheprobe.trace.tables.draft_verdicts import draft_line
 
 _NO_LINES = np.empty(0, dtype=np.int64)
 
@@ -159,6 +160,13 @@ class TraceData:
         after them.
         """
         return int(self.event_table.num_rolled_back.sum())
+
+    @property
+    def draft_line(self) -> str:
+        """Line on the drafts: how many tokens were accepted, and what they cost, see
+        `trace.tables.draft_verdicts.draft_line`; "" if there is nothing to say."""
+        deterministic = [request.request_id for request in self.requests if request.is_deterministic]
+        return draft_line(self.meta, self.event_table, self.row_table, deterministic)
 
     @property
     def missing(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ import xxhash
 
 from cacheprobe.core.values import JsonDict
 
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 """Number of the format of saved runs, and of the journals of growing ones. Only this format is read."""
 _EARLIER = "commit 29bbc91e"
 """Reads the formats whose manifests do not name the cacheprobe that wrote them."""

@@ -43,9 +43,7 @@ class Trace(TraceData):
         steps = self.event_table.drop_duplicates("step").phase.value_counts()
         phases = ", ".join(f"{steps.get(phase, 0)} {phase}" for phase in ("prefill", "decode", "verify"))
         text = f"Trace({len(self.requests)} requests, {steps.sum()} steps: {phases}"
-        if drafted := self.num_drafted:
-            accepted = 100 * (drafted - self.num_rolled_back) / drafted
-            text += f"; accepted {accepted:.0f} %, rolled back {self.num_rolled_back} tokens"
+        text += f"; {line}" if (line := self.draft_line) else ""
         if self.meta.get("interventions"):
             committed = self.edits().committed
             text += f"; interventions: {len(committed)}, committed rows changed: {committed.sum()}"

@@ -48,10 +48,10 @@ def the_counts_are_those_of_a_run(stored: cp.Trace, drafter: Any, window: int, d
 
 CASES = [
     (lambda: EarlyExit(layer=1), 4, None),
-    (lambda: EarlyExit(layer=0), 8, "adaptive"),
+    (lambda: EarlyExit(layer=0), 8, 3),
     (lambda: EarlyExit(layer=1), 8, 2),
     (lambda: NGram(), 4, None),
-    (lambda: NGram(length=2), 8, "adaptive"),
+    (lambda: NGram(length=2), 8, 1),
     (lambda: Scripted(lambda state: [state.token_ids[-2], 3]), 4, None),
     (lambda: DraftModel(perturbed(loaded(), 0.01), length=3), 8, None),
 ]
@@ -217,6 +217,7 @@ def test_what_cannot_be_replayed_is_refused(stored: cp.Trace) -> None:
         (dict(rule="luck"), "unknown rule 'luck'"),
         (dict(temperature=float("nan")), "temperature must be"),
         (dict(draft_length="long"), "draft_length, .*must be a whole number"),
+        (dict(draft_length="adaptive"), "draft_length, which a replay takes as a number"),
     ]:
         with pytest.raises(ValueError, match=match):
             cp.analysis.acceptance(stored, **settings, progress=False)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import cacheprobe as cp
 from cacheprobe_benchmarks.speed import recurrent_rollback
 from cacheprobe_benchmarks.sweeps import sweep, sweep_backends
 from tests.planted_costs import HOUR, Clock
@@ -45,3 +46,11 @@ def of_recurrent_rollback(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict
     for name, hours in (("kept", 2), ("replayed", 3), ("chunked", 1)):
         monkeypatch.setitem(recurrent_rollback.WAYS, name, clock.costing(recurrent_rollback.WAYS[name], hours))
     return {"window 4 over_kept replayed": 1.5, "window 4 over_kept chunked": 0.5}
+
+
+def of_drafts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Hours of a run with each drafter, over one hour of a run without."""
+    hours = {"NoneType": 1, "NGram": 2, "EarlyExit": 3, "DraftModel": 4}
+    clock.plant(cp, "run", lambda *given, drafter, **settings: hours[type(drafter).__name__])
+    name = "over_undrafted smollm2-135m bfloat16 nothing"
+    return {f"{name} ngram": 2, f"{name} early_exit": 3, f"{name} draft_model": 4}

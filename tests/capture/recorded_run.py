@@ -15,6 +15,7 @@ from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.trace.recording import disk_writer
 from tests.dashboard.growing_run import wait_for_the_disk
 from tests.dictionaries.planted import random_dictionary
+from tests.planted_drafts import planted
 from tests.tiny import PROMPTS, SMALL, loaded
 
 LONG: dict[str, Any] = {**SMALL, "max_new_tokens": 12, "capacity": 128, "deterministic": [0, 1, 3], "seed": 5}
@@ -63,4 +64,5 @@ def recording_process(directory: Path, drafter: str, *, has_features: bool = Fal
 
 
 def _record(directory: Path, drafter: str, has_features: bool) -> None:
-    recorded(directory, drafter, random_dictionary() if has_features else None)
+    with planted(draft=0.0, verify=1e-9):  # as in the tests' own process
+        recorded(directory, drafter, random_dictionary() if has_features else None)

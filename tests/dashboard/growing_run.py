@@ -21,7 +21,9 @@ from cacheprobe.trace.recording.stream import Stream
 from tests.tiny import PROMPTS, SMALL, loaded
 
 SETTINGS: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "progress"}
-SETTINGS |= dict(max_new_tokens=16, deterministic=[1], capture="SZ", drafter=cp.drafters.EarlyExit(layer=1))
+SETTINGS |= dict(
+    max_new_tokens=16, draft_length=3, deterministic=[1], capture="SZ", drafter=cp.drafters.EarlyExit(layer=1)
+)
 MOST = 16 * len(PROMPTS)
 """Tokens of the whole run."""
 

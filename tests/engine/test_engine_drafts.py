@@ -40,24 +40,6 @@ def test_no_draft_is_longer_than_asked(draft_length: int, kind: str) -> None:
             assert set(lengths(trace, i)[:-1]) == {longest}
 
 
-def test_an_adaptive_length_follows_what_is_accepted() -> None:
-    """Two more after a full match, one less after a mismatch, at least one and at most the window's."""
-    want = cp.reference(tiny(), PROMPTS[:1], **LONG)
-    for wrong_at, expected in ((None, [4, 6, 7, 2]), (0, [4, 3, 2, 1, 1, 1, 1, 1])):
-        drafter = cp.drafters.Scripted(lambda state, wrong_at=wrong_at: future(want, state, wrong_at))
-        trace = cp.run(tiny(), PROMPTS[:1], **LONG, drafter=drafter, draft_length="adaptive", deterministic=True)
-        assert lengths(trace)[: len(expected)] == expected
-        assert outcome(trace) == outcome(want)
-
-
-def test_a_draft_length_belongs_to_its_request() -> None:
-    """One request's drafts are always wrong, the other's always right: their lengths go apart."""
-    want = cp.reference(tiny(), PROMPTS[:2], **LONG)
-    drafter = cp.drafters.Scripted(lambda state: future(want, state, 0 if state.request_id else None))
-    trace = cp.run(tiny(), PROMPTS[:2], **LONG, drafter=drafter, draft_length="adaptive", deterministic=True)
-    assert max(lengths(trace, 0)) == 7 and set(lengths(trace, 1)[3:-1]) == {1}
-
-
 def test_each_row_of_a_batch_keeps_what_it_earned() -> None:
     """Always right, wrong at once, wrong at the third: each commits its own length in every pass, and takes as many
     passes as it would alone, none of them for itself."""

@@ -199,7 +199,7 @@ def random_batch(rng: random.Random, needle: Request, vocab: int = VOCAB) -> tup
     settings = {
         "max_batch": rng.choice([rng.randrange(1, len(requests) + 1), len(requests), 64]),
         "max_kv_tokens": rng.choice([None, None, longest, longest + 9]),
-        "draft_length": rng.choice([None, 1, 2, "adaptive"]),
+        "draft_length": rng.choice(["adaptive", 1, 2, "adaptive"]),
         "drafter": rng.choice([None, None, babbler(rng.randrange(99), vocab), cp.drafters.EarlyExit(layer=1)]),
     }
     return requests, place, settings

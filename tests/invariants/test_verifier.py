@@ -155,7 +155,7 @@ def test_invariant_06_padding_independence() -> None:
     want = [outcome(cp.reference(rounding_by_shape(), [p], **RUN, sampling=HOT)) for p in PROMPTS[:3]]
     for pad in (0, VOCAB - 1, 41):
         with patch.object(passes, "PAD_TOKEN_ID", pad):
-            for draft_length in (None, 1):
+            for draft_length in ("adaptive", 1):
                 settings = {**RUN, "sampling": HOT, "draft_length": draft_length}
                 trace = cp.run(rounding_by_shape(), PROMPTS[:3], **settings, deterministic=True)
                 assert [outcome(trace, i) for i in range(3)] == want

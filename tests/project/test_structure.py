@@ -27,6 +27,7 @@ LAYERS = (  # imports point to a line above; what shares a line stays apart
     ("training", "edits.gradients", "edits.patchscopes"),
     ("analysis",),
     ("engine.plan", "lenses.probes"),
+    ("engine.drafts.timing",),
     ("engine.execution", "trace.importers.entry"),
     ("engine.continuation", "engine.estimates", "engine.draft_costs"),
     ("api", "views"),

@@ -108,7 +108,7 @@ def draw_episode(subject: Subject, seed: Sequence[int], most_requests: int) -> E
         "layers": subject.layers,
         "interventions": _interventions(subject, requests, rng) if rng.random() < 0.6 else [],
         "max_batch": 1 if is_alone else int(rng.integers(2, number + 2)),
-        "draft_length": [None, None, "adaptive", 2][int(rng.integers(4))],
+        "draft_length": ["adaptive", "adaptive", "adaptive", 2][int(rng.integers(4))],
         "max_kv_tokens": int(needed * rng.uniform(1, 2)) if rng.random() < 0.7 else None,
         "acceptance": "rejection" if rng.random() < 0.1 else "equality",
     }

@@ -15,7 +15,8 @@ To add a drafter, write one file in this folder, such as repeat_last.py, which d
             return [[] if state.draft else [state.token_ids[-1]] * 3 for state in states]
 
 - Class Drafter below says what each method does. `check`, `release` and the repr have working defaults; a frozen
-  dataclass has settings too. The attribute `drafted_layers` is optional.
+  dataclass has settings too. The attributes `drafted_layers` and `always_drafts` are optional: a drafter that is there
+  to save time sets always_drafts = False.
 - `extend` is called again and again for one draft. `state.draft` holds the tokens of the earlier calls. The draft goes
   to the verifier when it is full (at most window - 1 tokens), or when `extend` returns an empty list for its request.
 - The registry imports every file of this folder, so that `--drafter repeat_last` works at once. Add the class to
@@ -70,6 +71,8 @@ class Drafter(Protocol):
     derived from this one must define `name` and `extend` alone.
 
     drafted_layers (optional attribute): how many layers of the verified model a draft runs; all if absent.
+    always_drafts (optional attribute): False if draft_length="adaptive" may leave out drafts that take more time than
+    they save. The run then calls the drafter on a few other texts first, to measure the time. True if absent.
     """
 
     name: ClassVar[str]
@@ -103,6 +106,12 @@ def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
     """
     declared = getattr(drafter, "drafted_layers", None)
     return model.n_layers if declared is None else declared
+
+
+def always_drafts(drafter: Drafter) -> bool:
+    """Returns whether a drafter drafts as often as it can, though that takes time: its attribute `always_drafts`, True
+    if absent."""
+    return getattr(drafter, "always_drafts", True)
 
 
 def require_drafter(drafter: Any, model: CachedLM | None) -> None:

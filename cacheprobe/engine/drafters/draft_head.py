@@ -45,6 +45,7 @@ class DraftHead(Drafter):
     length: int = 4
     """Maximum number of tokens in a draft."""
     name: ClassVar[str] = "draft_head"
+    always_drafts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.length < 1:

@@ -28,6 +28,7 @@ class EarlyExit(Drafter):
     """Index of the layer after which the model stops, 0 to n_layers - 2."""
     lens: Lens = field(default_factory=LogitLens)
     name: ClassVar[str] = "early_exit"
+    always_drafts: ClassVar[bool] = False
 
     @property
     def drafted_layers(self) -> int:
@@ -67,6 +68,7 @@ class FastPath(Drafter):
     """
 
     name: ClassVar[str] = "fast_path"
+    always_drafts: ClassVar[bool] = False
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """Returns [[token id], ...]: for each request one draft token, from one decode pass of the whole model."""

@@ -50,6 +50,7 @@ class DraftModel(Drafter):
     length: int = 4
     """Maximum number of tokens in a draft; the engine's window and draft_length may set a lower limit."""
     name: ClassVar[str] = "draft_model"
+    always_drafts: ClassVar[bool] = False
     drafted_layers: ClassVar[int] = 0
     _reader: "_Reader" = field(init=False, repr=False, compare=False)
 

@@ -28,6 +28,7 @@ class NGram(Drafter):
     length: int = 8
     """Maximum number of tokens in a draft."""
     name: ClassVar[str] = "ngram"
+    always_drafts: ClassVar[bool] = False
     drafted_layers: ClassVar[int] = 0
     _indices: "WeakKeyDictionary[SequenceState, _Index]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from cacheprobe.engine.checker import RecomputeChecker
-from cacheprobe.engine.committer import adapt_draft_cap
 from cacheprobe.engine.drafters.base import drafted_layers
+from cacheprobe.engine.drafts.lengths import DraftLengths, split
 from cacheprobe.engine.execution import PreparedRun
 from cacheprobe.engine.passes import Entry
 from cacheprobe.engine.prefill import passes_again, prefills, prompt_passes
@@ -34,7 +34,8 @@ class RunCount:
         self.rows = self.readings = self.num_drafted = 0
         self._kept_rows = self._pattern_weights = self._num_steps = 0
         drafter, model = run.plan.drafter, run.plan.model
-        self._drafter, self._draft_layers = drafter, -1 if drafter is None else drafted_layers(drafter, model)
+        self._drafter, self._draft_layers = drafter, 0 if drafter is None else drafted_layers(drafter, model)
+        self._lengths = None if drafter is None else DraftLengths(self._config, drafter, run.draft_costs)
         self._checker = RecomputeChecker(model)
         self._checker.batches_prompts = run.checker.batches_prompts
         self._widths = (*run.checker.narrow_widths, self._config.window)
@@ -71,8 +72,9 @@ class RunCount:
             for prefill, group in prefills(self, scheduler.admit(self._num_steps), scheduler.running):
                 prefill(group)
             fill_ins = scheduler.fill_ins()
-            if drafting := [state for state in scheduler.drafting() if state not in fill_ins]:
-                self._decode(drafting)
+            drafting = [state for state in scheduler.drafting() if state not in fill_ins]
+            for is_drafted, group in split(drafting, self._lengths, self._config.window):
+                (self._draft if is_drafted else self._decode)(group)
             for group in scheduler.ready_groups(fill_ins):
                 self._verify(self._checker.leaving_room(group, self._config))
             scheduler.retire()
@@ -140,23 +142,41 @@ class RunCount:
     # -- decode and verify
 
     def _decode(self, states: Sequence[SequenceState]) -> None:
-        """Counts a decode pass, or a call of the drafter."""
-        is_wide = self._drafter is None and any(state.is_invariant for state in states)
-        self._pass("decode" if self._draft_layers else "draft", len(states) * (self._widths[0] if is_wide else 1))
+        """Counts a decode pass of requests without a drafter."""
+        is_wide = any(state.is_invariant for state in states)
+        self._pass("decode", len(states) * (self._widths[0] if is_wide else 1))
         for entry in newest_entries(states):
-            state, num_made = entry.state, 1
+            self._add(entry, "decode")
+            if entry.state.is_verified:
+                self._extend(entry.state, 1)
+            else:
+                self._commit(entry.state, 1)
+        if self._lengths is not None:
+            self._lengths.note_decoded(states)
+
+    def _draft(self, states: Sequence[SequenceState]) -> None:
+        """Counts a call of the drafter."""
+        assert self._lengths is not None
+        length = 1 if self._draft_layers else getattr(self._drafter, "length", None) or self._config.window
+        made = [0 if state.draft and not self._draft_layers else length for state in states]
+        rooms = [state.draft_limit(self._config.window) - len(state.draft) for state in states]
+        made = [min(count, room) for count, room in zip(made, rooms, strict=True)]
+        self._lengths.note_drafts(len(states), max(made))
+        kept = self._lengths.keep(states, [(0,) * count for count in made])
+        if not kept:
+            return
+        self._pass("decode" if self._draft_layers else "draft", len(states))
+        for entry, token_ids in zip(newest_entries(states), kept, strict=True):
             if self._draft_layers:
                 self._add(entry, "decode", self._draft_layers)
-            else:
-                length = getattr(self._drafter, "length", None) or self._config.window
-                num_made = 0 if state.draft else length
-            if not state.is_verified:
-                self._commit(state, 1)
-                continue
-            num_made = min(num_made, state.draft_limit(self._config.window) - len(state.draft))
-            state.draft += [0] * num_made
-            state.draft_is_closed = num_made == 0
-            self.num_drafted += num_made
+            self._extend(entry.state, len(token_ids))
+
+    def _extend(self, state: SequenceState, num_made: int) -> None:
+        """Adds this many tokens to a request's draft, as far as there is room; closes it if there are none."""
+        num_made = min(num_made, state.draft_limit(self._config.window) - len(state.draft))
+        state.draft += [0] * num_made
+        state.draft_is_closed = num_made == 0
+        self.num_drafted += num_made
 
     def _verify(self, states: Sequence[SequenceState]) -> None:
         """Counts a verify pass, and commits the accepted tokens and one more of each request."""
@@ -164,13 +184,17 @@ class RunCount:
         longest = max(len(entry.token_ids) for entry in entries)
         width = next(width for width in self._widths if width >= longest)
         self._pass("verify", width * (len(entries) if self._config.is_invariant else self._config.group))
+        judged = []
         for entry in entries:
             self._add(entry, "verify")
             state, num_drafted = entry.state, len(entry.state.draft)
             accepted = self._open.get(state, 0.0) + sum(self._accepted ** (t + 1) for t in range(num_drafted))
             num_accepted = min(num_drafted, math.floor(accepted + 1e-9))
             self._open[state] = accepted - num_accepted
-            adapt_draft_cap(state, self._config, num_accepted)
+            judged.append((state, num_drafted, num_accepted))
+        if self._lengths is not None:
+            self._lengths.note_verdicts(width, judged)
+        for state, _, num_accepted in judged:
             self._commit(state, 1 + num_accepted)
 
 

@@ -1,12 +1,13 @@
 """Finds the verdict on every draft token, and adds it to the lens readings that predict the draft token's position."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.core.records import DISCARDED_DRAFT, MANY, DraftCosts
+from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.schema import token_text, typed
 from cacheprobe.trace.tables.token_history import COMMITTED, token_history
 
@@ -58,6 +59,69 @@ def verified_drafts(events: pd.DataFrame) -> VerifiedDrafts:
     drafted, rolled_back = events.draft_token_ids.map(len), events.num_rolled_back.fillna(0)
     accepted, rejected = events.num_accepted.fillna(0), rolled_back > 0
     return VerifiedDrafts(*(int(column.sum()) for column in (drafted, accepted, rejected, rolled_back)))
+
+
+def draft_line(meta: JsonDict, events: pd.DataFrame, rows: pd.DataFrame, deterministic: Collection[int] = ()) -> str:
+    """Returns text such as "drafts: 23 % accepted, 40 tokens rolled back, 1.4 times the time of no drafts"; "" for a
+    run without drafts and costs.
+
+    meta: of the run.  events, rows: as in `Trace.events` and `Trace.rows`.  deterministic: ids of such requests.
+    Both times are sums of measured costs over the steps after the prefill. They are left out if no costs were measured,
+    as without a drafter. If the run stopped drafting, the text says so.
+    """
+    found, record = verified_drafts(events), meta.get("draft_costs")
+    text = "drafts: none"
+    if found.drafted:
+        accepted = 100 * (found.drafted - found.rolled_back) / found.drafted
+        text = f"drafts: {accepted:.0f} % accepted, {found.rolled_back} tokens rolled back"
+    if record is None:
+        return text if found.drafted else ""
+    costs, group, steps = DraftCosts.from_record(record), meta["config"]["group"], _steps(events, rows)
+    is_decided = meta["config"]["determinism"] == "verify"
+    share = len({*deterministic} & {*events.request_id}) * is_decided / max(events.request_id.nunique(), 1)
+    seconds = sum(_seconds(step, costs) for step in steps.itertuples())
+    undrafted = sum(costs.undrafted(s.tokens, s.num_running, s.tokens * share, group) for s in steps.itertuples())
+    if found.drafted and undrafted:
+        text += f", {seconds / undrafted:.1f} times the time of no drafts"
+    num_drafted = int((steps.drafted > 0).sum())
+    if steps.is_plain[steps.drafted[::-1].cumsum()[::-1] == 0].any():  # decode passes after the last draft
+        of_draft, of_pass = costs.draft[1] / costs.plain[1], min(costs.verify.values()) / costs.plain[1]
+        text += f", stopped after {num_drafted} verify passes" if found.drafted else ""
+        text += f" (a draft token of {MANY} requests takes {of_draft:.2f} of their decode pass, a verify pass of "
+        text += f"{min(group, MANY)} takes {of_pass:.2f})"
+    return text
+
+
+def _steps(events: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns a line for each step after the prefill, in order: phase, width, requests, tokens (committed), drafted
+    (draft tokens that it verified), proposed (the most of a request), is_whole (whether all layers ran), is_plain (a
+    decode pass that commits), num_running (requests between their first and last step)."""
+    counts = pd.DataFrame(
+        {
+            "step": events.step,
+            "phase": events.phase,
+            "width": events.batch_slots.fillna(0).astype(int),
+            "requests": 1,
+            "tokens": events.committed_token_ids.map(len),
+            "drafted": events.draft_token_ids.map(len),
+            "proposed": events.proposed_token_ids.map(len),
+        }
+    )
+    how = dict.fromkeys(("phase", "width"), "first") | dict.fromkeys(("requests", "tokens", "drafted"), "sum")
+    steps = counts.groupby("step").agg({**how, "proposed": "max"})
+    layers = rows.groupby("step").num_layers.max().reindex(steps.index)
+    spans = events.groupby("request_id").step.agg(["min", "max"])
+    running = [int(((spans["min"] <= step) & (spans["max"] >= step)).sum()) for step in steps.index]
+    is_plain = (steps.phase == "decode") & (steps.tokens > 0)
+    steps = steps.assign(is_whole=layers == layers.max(), num_running=running, is_plain=is_plain)
+    return steps[steps.phase != "prefill"]
+
+
+def _seconds(step: "pd.Series", costs: DraftCosts) -> float:
+    """Returns the seconds of one line of `_steps`."""
+    if step.phase == "verify":
+        return costs.verifying(step.width, 1, step.drafted + step.requests)
+    return costs.decoding(step.requests) if step.is_whole else step.proposed * costs.drafting(step.requests)
 
 
 def draft_counts(events: pd.DataFrame) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from cacheprobe.core.values import JsonDict
+from cacheprobe.trace.tables.draft_verdicts import draft_line
 from cacheprobe.views.dashboard.questions import PageQuestion
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.run_tables import RunTables
@@ -103,7 +104,10 @@ def run_summary(tables: RunTables) -> str:
     steps = events.step.nunique()
     num_requests = f"{len(run.requests)} request{'s' * (len(run.requests) != 1)}"
     text = f"{fingerprint['model']} in {fingerprint['dtype']}, {num_requests} in {counted(steps, 'step')}. "
-    return text + drafts_sentence(run.meta["drafter"] or "", events)
+    deterministic = [request["request_id"] for request in run.requests if request["is_deterministic"]]
+    # the length of the sentences must not change while the run grows
+    line = "" if "growing" in run.meta else draft_line(run.meta, events, run.rows, deterministic)
+    return f"{text}{drafts_sentence(run.meta['drafter'] or '', events)}{line and f' In short, {line}.'}"
 
 
 def _request_label(request: JsonDict, texts: Mapping[int, str]) -> str:

@@ -207,6 +207,7 @@ def run_sentence(trace: "Trace", request_id: int) -> str:
     sentences += f"in {int(phases.sum())} steps ({steps}). "
     drafter = trace.meta["drafter"]
     sentences += drafts_sentence(f"<code>{markup(drafter)}</code>" if drafter else "", trace.event_table) + " "
+    sentences += f"In short, {trace.draft_line}. " if trace.draft_line else ""
     kind = "not deterministic: nothing is promised about the bits of its states"
     if trace.requests[request_id].is_deterministic:
         kind = "deterministic: its tokens and states do not depend on the other requests"

@@ -46,7 +46,8 @@ def test_the_line_about_the_run(tables: Tables) -> None:
     said = facts["says"].replace(str(tables.trace.meta["drafter"]), "").replace(tables.trace.fingerprint["dtype"], "")
     drafted, accepted, rejected, lost = tables.drafts()
     counts = [drafted, accepted, lost, *([rejected, lost - rejected] if lost > rejected else [])] if drafted else []
-    assert numbers(said) == [len(tables.trace.requests), tables.events.step.nunique(), *counts]
+    short = numbers(tables.trace.draft_line)
+    assert numbers(said) == [len(tables.trace.requests), tables.events.step.nunique(), *counts, *short]
     by_request = {r: tables.drafts(tables.of(r))[3] for r in tables.prompts}
     assert facts["by_losses"] == sorted(by_request, key=lambda r: (-by_request[r], r))
     assert (facts["first"], facts["last"]) == (tables.events.step.min(), tables.events.step.max())

@@ -296,7 +296,8 @@ def test_the_report(tables: Tables) -> None:
             tables.trace.fingerprint["dtype"], ""
         )
         steps = [int(passes.get(phase, 0)) for phase in ("prefill", "decode", "verify")]
-        assert numbers(lead) == [len(tables.prompts), sum(steps), *steps, *counts, request]
+        short = numbers(tables.trace.draft_line)
+        assert numbers(lead) == [len(tables.prompts), sum(steps), *steps, *counts, *short, request]
         judged = tables.of(request).dropna(subset="num_accepted")
         if len(judged):
             mine = tables.drafts(tables.of(request))

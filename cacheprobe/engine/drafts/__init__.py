@@ -1,0 +1,1 @@
+"""Measures what drafts cost, and decides how long they may be."""
