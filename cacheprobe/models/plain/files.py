@@ -236,7 +236,7 @@ def plain_model(
             warnings.filterwarnings("ignore", "You passed `quantization_config`")  # on purpose: it dequantises
             loaded: LiveModule = AutoModelForCausalLM.from_pretrained(
                 source,
-                dtype=AUTO if dtype_name == AUTO else getattr(torch, dtype_name),
+                dtype=getattr(torch, dtype_name, AUTO),
                 device_map=device_map,
                 output_loading_info=True,
                 **trusted,
@@ -255,10 +255,8 @@ def plain_model(
             mark_dequantised(live, quantised)
         if tokenizer is None:
             tokenizer = _tokenizer_or_none(AutoTokenizer, source, trusted)
-    except ModelError:
-        raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelError(_why(name, source, error)) from error
+        raise error if isinstance(error, ModelError) else ModelError(_why(name, source, error)) from error
     return live, tokenizer, "; ".join(filter(None, (quantised, note, own_code)))
 
 
