@@ -244,7 +244,6 @@ def remember(model: CachedLM, found: Mapping[Hashable, str | None]) -> None:
     if not equal or (path := _path(model)) is None:
         return
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, sorted({*_read(path), *equal}))
 
 

@@ -222,6 +222,26 @@ def test_costs_are_measured_once(tmp_path: Path) -> None:
     assert found[0][1] == found[1][1] and len(list((tmp_path / "draft-costs").glob("*.json"))) == 3
 
 
+def test_costs_that_cannot_be_kept_are_measured_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that is a file; and a damaged file is written anew."""
+    costs, calls = timing.DraftCosts((1.0, 1.0), (0.1, 0.1), {8: 1.0}, 0.0, 0.0), []
+    monkeypatch.setattr(timing, "measure", lambda *given: (calls.append(1), costs)[1])
+    monkeypatch.setattr(execution, "costs_of", timing.costs_of)
+    monkeypatch.setenv("CACHEPROBE_CACHE", str(tmp_path))
+    folder = tmp_path / "draft-costs"
+    folder.write_text("a file")
+    for count in (1, 2):
+        cp.run(tiny(), PROMPTS[:1], **LONG, drafter=cp.drafters.NGram())
+        assert len(calls) == count
+    folder.unlink()
+    for count, content in ((3, "{}"), (4, "{"), (5, ""), (5, None)):
+        cp.run(tiny(), PROMPTS[:1], **LONG, drafter=cp.drafters.NGram())
+        assert len(calls) == count
+        (file,) = folder.iterdir()
+        if content is not None and content != "":
+            file.write_text(content)
+
+
 @pytest.mark.parametrize("make", [cp.drafters.NGram, cp.drafters.FastPath, lambda: drafters(loaded())[3]])
 def test_every_cost_is_measured(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds above zero, for each width that a verify pass may have."""

@@ -12,7 +12,7 @@ import torch
 import cacheprobe as cp
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import ANY_CAPACITY, fingerprint_differences
-from cacheprobe.engine import shapes
+from cacheprobe.engine import shape_trial, shapes
 from cacheprobe.engine.shapes import choose_shapes
 from cacheprobe.engine.sizes import with_capacity
 from cacheprobe.kvcache import cache as storage
@@ -109,7 +109,7 @@ def test_the_trial_of_shapes_is_as_short_as_before(monkeypatch: pytest.MonkeyPat
             super().__init__(model, *shape, **more)
 
     monkeypatch.setattr(shapes, "ShapeTrial", Counted)
-    monkeypatch.setattr(shapes, "_known", type(shapes._known)())
+    monkeypatch.setattr(shape_trial, "_known", type(shape_trial._known)())
     cp.run(loaded(), [LONG], capacity=4096, **{**RUN, "deterministic": True})
     assert {*tried} == {512}
 

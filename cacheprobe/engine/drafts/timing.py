@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 
 from cacheprobe import __version__
@@ -75,11 +75,12 @@ def costs_of(plan: RunPlan, checker: RecomputeChecker) -> DraftCosts | None:
         return None
     key = json.dumps(_key(plan, checker), sort_keys=True, default=str)
     path = cache_directory() / "draft-costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if path.exists():
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
         return DraftCosts.from_record(json.loads(path.read_text(encoding="utf-8")))
     print(f"measuring what drafts of {drafter.name} cost, once: some seconds", file=sys.stderr, flush=True)
     costs = measure(plan, checker, drafter)
-    write_json(path, costs.record())
+    with suppress(OSError):  # a folder that cannot be written
+        write_json(path, costs.record())
     return costs
 
 
