@@ -1,4 +1,4 @@
-"""Costs that tests plant into the benchmarks of sweeps, and into that of rollbacks of recurrent states."""
+"""Costs that tests plant into the benchmarks of sweeps, of rollbacks of recurrent states, and of other models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe_benchmarks.speed import recurrent_rollback
+from cacheprobe_benchmarks.states import families, own_model
 from cacheprobe_benchmarks.sweeps import sweep, sweep_backends
 from tests.planted_costs import HOUR, Clock
 
@@ -54,3 +55,22 @@ def of_drafts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]
     clock.plant(cp, "run", lambda *given, drafter, **settings: hours[type(drafter).__name__])
     name = "over_undrafted smollm2-135m bfloat16 nothing"
     return {f"{name} ngram": 2, f"{name} early_exit": 3, f"{name} draft_model": 4}
+
+
+def of_families(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """An hour for S, T and C and three with Z; two for generate with hooks, four for their lens."""
+    clock.plant(cp, "run", lambda *args, capture, **settings: {"STC": 1, "STCZ": 3}[capture])
+    clock.plant(families, "generated", 2)
+    clock.plant(families, "lens_by_torch", 4)
+    return {"measured phi3 bfloat16 hooks_ratio": 0.5, "measured phi3 bfloat16 lens_ratio": 0.5}
+
+
+def of_own_model(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The same; a first run of six hours and later ones of four."""
+    found = of_families(clock, monkeypatch)
+    monkeypatch.setattr(own_model, "_printed", lambda code, *_, **__: [6.0, 5.0, 4.0] if "cp.run" in code else [2.0])
+    name = "measured smollm2-135m"
+    return {
+        **{key.replace("measured phi3", name): ratio for key, ratio in found.items()},
+        f"{name} load_ratio": 1, f"{name} bfloat16 first_run_ratio": 1.5,
+    }  # fmt: skip

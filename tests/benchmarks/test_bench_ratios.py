@@ -25,13 +25,11 @@ from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.workload import Run, Timing
 from cacheprobe_benchmarks.speed import acceptance, determinism, page, passes, products, speculation, torch_compile
 from cacheprobe_benchmarks.states import (
-    families,
     field,
     large_trace,
     lens,
     main_job,
     memory,
-    own_model,
     patching,
     to_disk,
     trace,
@@ -334,25 +332,6 @@ def of_acceptance(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, fl
     monkeypatch.setattr(acceptance, "timed_run", costly)
     monkeypatch.setattr(acceptance, "draft_costs", told)
     return {"passes_expected_over_real early exit 1": 1, "speedup_expected_over_real early exit 1": 1}
-
-
-def of_families(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """An hour for S, T and C and three with Z; two for generate with hooks, four for their lens."""
-    clock.plant(cp, "run", lambda *args, capture, **settings: {"STC": 1, "STCZ": 3}[capture])
-    clock.plant(families, "generated", 2)
-    clock.plant(families, "lens_by_torch", 4)
-    return {"measured phi3 bfloat16 hooks_ratio": 0.5, "measured phi3 bfloat16 lens_ratio": 0.5}
-
-
-def of_own_model(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """The same; a first run of six hours and later ones of four."""
-    found = of_families(clock, monkeypatch)
-    monkeypatch.setattr(own_model, "_printed", lambda code, *_, **__: [6.0, 5.0, 4.0] if "cp.run" in code else [2.0])
-    name = "measured smollm2-135m"
-    return {
-        **{key.replace("measured phi3", name): ratio for key, ratio in found.items()},
-        f"{name} load_ratio": 1, f"{name} bfloat16 first_run_ratio": 1.5,
-    }  # fmt: skip
 
 
 PLANTED = {

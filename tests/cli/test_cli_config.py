@@ -161,7 +161,7 @@ def test_the_flags_of_a_run_are_settings_of_the_calls() -> None:
     shared = {**Axes.model_fields, **SweepRun.model_fields}
     assert set(shared) - set(flags) == {"intervention", "prefill_chunk", "prefill_group", "pad_prefill"}
     differ = {name for name in set(shared) & set(flags) if shared[name].default not in (flags[name], None)}
-    assert differ == {"task", "window", "device", "capture"}
+    assert differ == {"task", "window", "device", "capture", "draft_length"}  # sweeps draft always
 
 
 def test_fields_are_flags() -> None:
