@@ -7,6 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 
@@ -136,9 +137,20 @@ class TextWindow:
 def special_token_ids(model: LiveModule) -> tuple[int, ...]:
     """Returns the ids that a model's tokenizer calls special, such as the end of a turn, sorted; () without one."""
     tokenizer = getattr(model, "tokenizer", None)
-    added: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})
-    marked = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
-    return tuple(sorted({*marked, *map(int, getattr(tokenizer, "all_special_ids", ()))}))
+    if tokenizer is None:
+        return ()
+    named = tuple(map(int, getattr(tokenizer, "all_special_ids", ())))
+    state = (named, len(tokenizer) if hasattr(tokenizer, "__len__") else 0)
+    known = _SPECIAL.get(tokenizer)
+    if known is None or known[0] != state:  # to list 6,000 added tokens takes a tenth of a second
+        added: Mapping[int, object] = getattr(tokenizer, "added_tokens_decoder", {})
+        marked = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
+        known = _SPECIAL[tokenizer] = state, tuple(sorted({*marked, *named}))
+    return known[1]
+
+
+_SPECIAL: "WeakKeyDictionary[LiveTokenizer, tuple[object, tuple[int, ...]]]" = WeakKeyDictionary()
+"""By tokenizer: (its named special ids and its length, all its special ids)."""
 
 
 def is_special(position: int, token_id: int, special: Container[int]) -> bool:
