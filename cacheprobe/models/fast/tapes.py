@@ -125,7 +125,7 @@ class Tapes:
         if self._shapes[key] is not None:
             self._trusted.add(key)
         self._shapes[key] = tape
-        self._drop_largest()
+        self._drop_oldest()
         return out
 
     def _require_equal(
@@ -138,7 +138,7 @@ class Tapes:
             where = "{}{}".format(*differing[0]) if differing else "the logits"
             raise NotTapedError(f"a tape of {key.batch} x {key.width} tokens gives other bits at {where}")
 
-    def _drop_largest(self) -> None:
+    def _drop_oldest(self) -> None:
         """Drops the tapes that were not used for longest while all together are too large; a tape that is too large by
         itself is dropped, and its shape is not taped again."""
         kept = {key: tape.num_bytes for key, tape in self._shapes.items() if tape is not None}
@@ -161,8 +161,8 @@ class Tapes:
 
     @contextmanager
     def hurrying(self) -> Iterator[None]:
-        """Inside the `with`, the first pass of a shape is recorded and the second computed by the tape, without a
-        trial: for passes that are timed and whose results nobody uses. Their tapes are dropped at the end."""
+        """Inside the `with`, the first pass of a shape is recorded, and the second one computed by the tape without a
+        second comparison: for passes that are timed. Their tapes are dropped at the end."""
         self._is_hurried = True
         try:
             yield
