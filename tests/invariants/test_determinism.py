@@ -140,19 +140,18 @@ def test_invariant_03_candidate_independence_with_a_mismatch_in_every_row() -> N
     assert set(full.num_accepted) == {0, 1, 2, 3}
 
 
-def test_invariant_03_candidate_independence_where_attention_depends_on_the_width(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_invariant_03_candidate_independence_where_attention_depends_on_the_width() -> None:
     """The drafts of all requests of a pass could choose its width, which may decide bits: of softcapped attention, for
     one, where torch computes it. The trial of the shapes has no text where this fault shows."""
-    monkeypatch.setattr(request_attention, "serves", lambda q: False)
-    monkeypatch.setattr(tape, "serves", lambda q: False)
     model = on_loops(cp.load_model(hf_model("gemma2", torch.float32)))
     drafter = cp.drafters.Scripted(lambda state: [1, 2, 3] if len(state.token_ids) % 2 else [])
     prompts = [[5, 6, 7], [*range(20, 32)], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
     settings = dict(drafter=drafter, window=4, group=4, capacity=64, max_new_tokens=24)
     fault = Planted("attention by scores", in_some_narrow_passes)
-    verdict = ends(model, fault, prompts, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_attention, "serves", lambda q: False)
+        patch.setattr(tape, "serves", lambda q: False)
+        verdict = ends(model, fault, prompts, **settings)
     assert verdict.kind == "right" and fault.num_calls, verdict
 
 
