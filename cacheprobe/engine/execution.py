@@ -14,6 +14,7 @@ from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import drafted_layers, require_drafter
 from cacheprobe.engine.drafters.early_exit import FastPath
+from cacheprobe.engine.drafts.lengths import drafts_may_stop
 from cacheprobe.engine.drafts.timing import costs_of
 from cacheprobe.engine.fingerprint import FingerprintMismatch, RunGuard
 from cacheprobe.engine.loop import generation_loop, run_reference
@@ -86,16 +87,18 @@ def prepare(plan: RunPlan, is_reference: bool = False, draft_costs: DraftCosts |
     is_drafted, is_invariant = plan.drafter is not None, plan.config.is_invariant
     if is_drafted and not is_reference:
         require_drafter(plan.drafter, plan.model)
+    may_stop = plan.drafter is not None and drafts_may_stop(plan.config, plan.drafter)
     states = []
     for request in plan.requests:
         is_decided = is_reference or is_drafted or request.is_deterministic
         is_verified = is_decided and (is_drafted or not is_invariant)
         sampling = request.sampling or plan.sampling
-        states.append(SequenceState(request, is_verified, sampling, plan.model.decode, is_decided and is_invariant))
+        decided = is_decided and is_invariant, may_stop and not request.is_deterministic
+        states.append(SequenceState(request, is_verified, sampling, plan.model.decode, *decided))
         states[-1].is_edited = request.cached is not None
     run = PreparedRun(plan, states, RecomputeChecker(plan.model), is_reference=is_reference)
     run = replace(run, editor=_make_editor(run))
-    run = _with_tried_shapes(run) if any(state.reads_in_chunks for state in states) else run
+    run = _with_tried_shapes(run) if any(state.is_verified or state.is_invariant for state in states) else run
     if is_drafted and not is_reference:
         run = replace(run, draft_costs=draft_costs or costs_of(run.plan, run.checker))
     return run

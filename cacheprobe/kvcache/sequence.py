@@ -35,6 +35,9 @@ class SequenceState:
     is_invariant: bool = False
     """Whether passes of any number of requests decide its tokens (determinism="invariant"), with a drafter or without
     one. Without one it is not verified: a decode pass commits its token."""
+    drafts_may_stop: bool = False
+    """True if the request is not deterministic, and left without drafts where they cost more time than they save. Its
+    prompt is read as without a drafter."""
     status: Status = Status.WAITING
     """What the request does now; only `become` changes the field."""
     cache_row: int = -1
@@ -73,7 +76,7 @@ class SequenceState:
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or list(self.request.prompt_token_ids)
-        self.reads_in_chunks = self.is_verified or self.is_invariant
+        self.reads_in_chunks = (self.is_verified and not self.drafts_may_stop) or self.is_invariant
         """Whether the request's prompt is read in passes whose bits depend on that prompt alone."""
         assert self.sampling.stop_token_ids is not None and self.sampling.stop is not None
         self.stop_rule = StopRule(

@@ -30,9 +30,9 @@ def test_a_shape_that_was_not_used_for_longest_is_dropped() -> None:
         model.forward(texts(width)[0][None], held, [0], [0], attention=PassAttention(spans=spans))
 
     with counting(model) as counts:
-        for width in (*range(1, 7), *range(1, 7), 1, 7, 1, 2):
+        for width in (*range(1, 13), *range(1, 13), 1, 13, 1, 2):
             feed(width)
-    assert counts == {"_record": 6, "_require_equal": 7, "_replay": 2}, "7 takes the place of 2, which then is new"
+    assert counts == {"_record": 12, "_require_equal": 13, "_replay": 2}, "13 takes the place of 2, which then is new"
 
 
 def test_a_part_that_depends_on_values_ends_taping() -> None:
@@ -163,13 +163,13 @@ def test_hooks_on_all_modules_act() -> None:
 def test_a_long_pass_is_not_taped() -> None:
     model = fast_of("llama")
     with counting(model) as counts:
-        for width, batch in ((129, 1), (64, 3), (64, 2)):
+        for width, batch in ((17, 1), (16, 9), (16, 8)):
             held = model.new_cache(batch, 192)
             spans = AttentionSpans(tuple(spans_of_positions(0, width, 192) for _ in range(batch)))
             for _ in range(2):
                 ids = torch.stack(texts(*[width] * batch))
                 model.forward(ids[:, :width], held, range(batch), [0] * batch, attention=PassAttention(spans=spans))
-    assert counts["_record"] == 1, "of 2 x 64 tokens"
+    assert counts["_record"] == 1, "of 8 x 16 tokens"
 
 
 def test_caches_of_other_sizes_in_turn() -> None:

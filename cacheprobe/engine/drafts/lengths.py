@@ -24,6 +24,11 @@ _MEMORY = 0.98
 """Factor by which earlier verdicts count less after each draft that is judged."""
 
 
+def drafts_may_stop(config: EngineConfig, drafter: Drafter) -> bool:
+    """Returns True if a run leaves out drafts that cost more time than they save."""
+    return config.draft_length == "adaptive" and not always_drafts(drafter)
+
+
 class DraftLengths:
     """Sets before each draft of a request how long it may be. A length of 0 lets the request go on as without a
     drafter, until the drafter's tokens are expected to pay.
@@ -38,8 +43,7 @@ class DraftLengths:
     def __init__(self, config: EngineConfig, drafter: Drafter, costs: DraftCosts | None = None) -> None:
         """costs: None lets every draft be as long as the window takes, unless draft_length is a number."""
         self._config, self._length = config, getattr(drafter, "length", config.window)
-        is_free = config.draft_length != "adaptive" or always_drafts(drafter)
-        self.costs = None if is_free else costs
+        self.costs = costs if drafts_may_stop(config, drafter) else None
         self._is_asked = getattr(drafter, "drafted_layers", None) == 0 and self.costs is not None
         if self._is_asked and costs is not None:
             most = min(self._length, config.window - 1)

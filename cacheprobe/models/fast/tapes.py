@@ -16,11 +16,12 @@ from cacheprobe.models.fast.tape import Place, Tape
 from cacheprobe.models.fast.torch_operations import NotTapedError
 from cacheprobe.ops.equality import bitwise
 
-MOST_TOKENS = 128
-"""Largest number of tokens in a pass that is taped: in longer ones, arithmetic takes far longer than Python does."""
+MOST_TOKENS, MOST_WIDTH = 128, 16
+"""Most tokens of a pass that is taped, and of a request in it: in longer passes, arithmetic takes far longer than Python
+does, and the lengths of prompts differ."""
 MOST_BYTES = 2**28
 """Most memory of all tapes of a model."""
-_MOST_SHAPES = 6
+_MOST_SHAPES = 12
 """Shapes of passes that are kept; the one that was not used for longest is dropped for another."""
 
 Noting = Callable[[Callable[[Place, Tensor], None]], AbstractContextManager[None]]
@@ -80,7 +81,8 @@ class Tapes:
         on the CPU."""
         is_plain = type(cache.cache) is KVCache and cache.keys[0].device.type == "cpu"
         attends = cache.spans is not None and any(cache.spans.pieces)
-        return not self.refusal and is_plain and attends and cache.positions.numel() <= MOST_TOKENS
+        is_short = cache.positions.numel() <= MOST_TOKENS and cache.positions.shape[1] <= MOST_WIDTH
+        return not self.refusal and is_plain and attends and is_short
 
     def run(
         self,
