@@ -17,8 +17,8 @@ from cacheprobe.models.fast.torch_operations import NotTapedError
 from cacheprobe.ops.equality import bitwise
 
 MOST_TOKENS, MOST_WIDTH = 128, 16
-"""Most tokens of a pass that is taped, and of a request in it: in longer passes, arithmetic takes far longer than Python
-does, and the lengths of prompts differ."""
+"""Most tokens of a pass that is taped, and of a request in it: in longer passes, arithmetic takes far longer than
+Python does, and prompts differ in length."""
 MOST_BYTES = 2**28
 """Most memory of all tapes of a model."""
 _MOST_SHAPES = 12
