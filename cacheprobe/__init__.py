@@ -80,13 +80,14 @@ __all__ = [  # noqa: RUF022
 if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pass
 
     def __getattr__(name: str) -> Any:
-        if name in _HOMES:
-            return getattr(import_module(_HOMES[name]), name)
-        if name in _MODULES:
-            return import_module(_MODULES[name])
+        from cacheprobe.core.live import without_collection
         from cacheprobe.core.values import no_attribute
 
-        raise no_attribute("module 'cacheprobe'", name, __all__)
+        if (home := _HOMES.get(name) or _MODULES.get(name)) is None:
+            raise no_attribute("module 'cacheprobe'", name, __all__)
+        with without_collection():
+            module = import_module(home)
+        return module if name in _MODULES else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,11 @@
 """Names types of objects of transformers and TransformerLens that these libraries leave untyped; to Python each name is
-Any. Defines ModelError, and refuses to compute in a process that would wait for ever, without importing torch before
-that is asked."""
+Any. Defines ModelError, pauses Python's garbage collector, and refuses to compute in a process that would wait for
+ever, without importing torch before that is asked."""
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 LiveModule: TypeAlias = Any
@@ -59,3 +62,19 @@ def require_usable_process(is_computing: bool = False) -> None:
             f"torch's default device is {device}, where this package's own tensors would be made; call "
             "torch.set_default_device('cpu') first: a model stays on its own device, see device= of load_model"
         )
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Keeps Python's garbage collector off inside the `with`; also decorates a function. Otherwise the collector looks
+    at the million objects of libraries or of a large tokenizer again and again while they are made."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            if not gc.get_freeze_count():  # makes all objects old without a look at them, as two collections would
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()

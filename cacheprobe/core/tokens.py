@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
-from cacheprobe.core.live import LiveModule, LiveTokenizer
+from cacheprobe.core.live import LiveModule, LiveTokenizer, without_collection
 
 _SIGNS = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥", "\u00a0": "⍽"}
 CUT = "\ufffd"
@@ -24,7 +24,8 @@ def visible(text: str) -> str:
     """
     if not text:
         return "∅"
-    if text.isprintable() and " " not in text:
+    text = text.replace(" ", _SIGNS[" "])  # most tokens have no other sign
+    if text.isprintable():
         return text
     return "".join(_SIGNS.get(c) or (c if c.isprintable() else f"<U+{ord(c):04X}>") for c in text)
 
@@ -58,6 +59,7 @@ def distinct_texts(names: Sequence[str | None], decoded: Sequence[str]) -> list[
     return texts
 
 
+@without_collection()
 def texts_of_backend(backend: LiveTokenizer, size: int) -> list[str]:
     """Returns `distinct_texts` of the token ids below `size`. backend: a Tokenizer of the library tokenizers."""
     names = [backend.id_to_token(i) for i in range(size)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack, cast
 
 from cacheprobe.core.config import AUTO, DTYPES
-from cacheprobe.core.live import LiveModule, LiveTokenizer
+from cacheprobe.core.live import LiveModule, LiveTokenizer, without_collection
 from cacheprobe.core.terminal import announcing
 from cacheprobe.core.values import JsonDict, require_known_options
 from cacheprobe.models.base import CachedLM, ModelError
@@ -23,7 +23,7 @@ from cacheprobe.models.plain.files import (
     refuse_unknown_memory,
 )
 from cacheprobe.models.quantised.packed import packed_modules, require_usable
-from cacheprobe.models.settings import in_plain_settings, without_collection
+from cacheprobe.models.settings import in_plain_settings
 from cacheprobe.models.thinking.store import is_thinking_folder, load_thinking
 
 if TYPE_CHECKING:  # they take seconds to load

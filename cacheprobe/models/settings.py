@@ -1,7 +1,6 @@
 """Reads the process settings that may change the bits of a result, computes in plain settings, and lets one thread
 compute at a time."""
 
-import gc
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -242,19 +241,6 @@ def require_idle(model: CachedLM) -> None:
                 f"{model.name} is in the middle of a step of another run: a hook, a lens or a drafter started a run of "
                 "its own; start it after the step, or load a second model"
             )
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Decorates a function, as @without_collection(): Python's garbage collector is off while it runs. Otherwise the
-    collector looks at the million objects of a large tokenizer again and again while they are made."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager

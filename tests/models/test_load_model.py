@@ -1,6 +1,8 @@
 """Every way to hand over a model, and every model that is refused by name."""
 
 import copy
+import gc
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,6 +28,7 @@ from transformers import (
 )
 
 import cacheprobe as cp
+from cacheprobe.core.live import without_collection
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.models import checks, known
 from cacheprobe.models.base import ModelError
@@ -64,6 +67,31 @@ def test_directory_live_model_and_bridge_are_the_same(directory: Path) -> None:
     assert tokens_of(cp.load_model(live.bridge)) == expected
     assert cp.run(live, "heads is tails", **SMALL).requests[0].prompt_token_ids == (4, 8, 5)
     assert len(cp.run(cp.load_model(directory), ["coin", "flips"], **SMALL).committed(1)) == 20
+
+
+def test_imports_run_without_garbage_collection_and_leave_no_young_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector took half a second of the import behind `cp.load_model`, and as much once it was on again."""
+    states, made = list[bool](), list[list[int]]()
+
+    def imported(home: str) -> object:
+        """Makes an object, as modules do, and imports."""
+        states.append(gc.isenabled())
+        made.append([0])
+        return import_module(home)
+
+    monkeypatch.setattr(cp, "import_module", imported)
+    assert cp.load_model is not None and states == [False] and gc.isenabled()
+    assert any(one is made[0] for one in gc.get_objects(generation=2))
+
+
+def test_objects_that_the_user_froze_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        with without_collection():
+            pass
+        assert gc.get_freeze_count() and gc.isenabled()
+    finally:
+        gc.unfreeze()
 
 
 def test_directory_without_tokenizer_takes_token_ids(tmp_path: Path) -> None:
