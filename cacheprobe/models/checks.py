@@ -57,7 +57,7 @@ def check_model(model: CachedLM) -> None:
             raise ModelError(f"{model.name}: the hook for site {silent[0][0]} of layer {silent[0][1]} does not fire")
         found = {"with our KV cache": cached}
         if token_ids.shape[1] > _FEW:
-            found["beside a sequence of another length"] = _beside_another(model, token_ids)
+            found["beside a sequence of another length"] = _beside_another(model, token_ids, cache)
         found["read from its last state by norm and unembedding"] = model.read_out(fired[last]).float()
     for what, logits in found.items():
         expected = whole[-len(logits) :]
@@ -101,15 +101,13 @@ def is_causal(model: CachedLM, token_ids: Tensor) -> bool:
     return bool((one - two).abs().max() <= limit * one.abs().max())
 
 
-def _beside_another(model: CachedLM, token_ids: Tensor) -> Tensor:
-    """Returns float32 logits [t, v] of the last tokens of token_ids [1, n], computed in one pass with a sequence that
-    starts at position 1."""
+def _beside_another(model: CachedLM, token_ids: Tensor, cache: KVCache) -> Tensor:
+    """Returns float32 logits [t, v] of the last tokens of token_ids [1, n], computed again in one pass with a sequence
+    that starts at position 1. cache: from `probe_cache`; its cache row 0 holds all the tokens."""
     n = token_ids.shape[1]
-    cache = model.new_cache(2, min(n + 8, model.n_ctx))
-    for row, tokens in ((1, token_ids[:, : n - 3]), (0, token_ids[:, :1])):
-        model.forward(tokens, cache, [row], [0], num_layers=model.n_layers)  # no logits: none is compared
+    model.forward(token_ids[:, :1], cache, [1], [0], num_layers=model.n_layers)  # no logits: none is compared
     both = torch.cat((token_ids[:, 1:4], token_ids[:, n - 3 :]))
-    return model.forward(both, cache, [0, 1], [1, n - 3])[1].float()
+    return model.forward(both, cache, [1, 0], [1, n - 3])[1].float()
 
 
 @contextmanager
