@@ -51,6 +51,18 @@ def sha256_of_gguf(gguf: Path) -> str:
     return sha256
 
 
+CONVERTER_VERSION = 1
+"""Increase it when a conversion would give another result; directories of other versions are then not used."""
+
+
+def directory_of_gguf(title: str, sha256: str) -> Path:
+    """Returns the folder of a converted GGUF file: the complete one of a file with this SHA-256 under any name, or else
+    the one that is to be made, whose name begins with `title`."""
+    ending = f"{sha256[:12]}-v{CONVERTER_VERSION}"
+    made = filter(is_complete, sorted(cache_directory().glob(f"*-{ending}")))
+    return next(made, cache_directory() / f"{title}-{ending}")
+
+
 def is_complete(directory: Path) -> bool:
     """Returns True if `directory` has a contents.json, and each file listed in it has its recorded size."""
     try:

@@ -16,7 +16,7 @@ from urllib.request import getproxies
 from cacheprobe.core.files import sha256_of_file
 from cacheprobe.core.live import LiveModule, ModelError
 from cacheprobe.core.values import Json
-from cacheprobe.models.converted import cache_directory, commit_directory, is_complete, sha256_of_gguf
+from cacheprobe.models.converted import commit_directory, directory_of_gguf, is_complete, sha256_of_gguf
 from cacheprobe.models.quantised.gguf import checked_header, convert, gguf_file
 
 SMOLLM2, GEMMA = "smollm2-135m", "gemma-3-270m"
@@ -239,9 +239,6 @@ EMBEDDED = {
 }
 """Name for `load_model` -> the model inside Python packages."""
 
-CONVERTER_VERSION = 1
-"""Increase it when a conversion would give another result; directories of other versions are then not used."""
-
 
 def embedded_directory(name: str, progress: bool = True) -> Path:
     """Returns the directory with config, float32 weights and tokenizer of a model of EMBEDDED. The first call converts
@@ -265,7 +262,7 @@ def embedded_directory(name: str, progress: bool = True) -> Path:
         if gguf.parent == directory:
             gguf.unlink()
 
-    origin = {"source": model.packages[0], "weights": model.weights, "converter_version": CONVERTER_VERSION}
+    origin = {"source": model.packages[0], "weights": model.weights}
     return commit_directory(build, target, origin | ({"terms": notice} if notice else {}))
 
 
@@ -280,7 +277,7 @@ def converted_directory(name: str) -> Path:
     model = EMBEDDED[name]
     package = model.package()
     sha256 = model.sha256 or sha256_of_gguf(package / model.file)
-    return cache_directory() / f"{model.folder}-{sha256[:12]}-v{CONVERTER_VERSION}"
+    return directory_of_gguf(model.folder, sha256)
 
 
 def embedded_state(name: str) -> str:

@@ -25,8 +25,9 @@ from cacheprobe.core import terminal
 from cacheprobe.core.files import sha256_of_file
 from cacheprobe.models import converted
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.plain.files import plain_model
 from cacheprobe.models.quantised import convert
-from cacheprobe.models.quantised.gguf import gguf_directory
+from cacheprobe.models.quantised.gguf import GGUFHeader, gguf_directory
 from cacheprobe.ops.equality import bitwise
 from tests.field.tiny_family import tiny_family
 from tests.quantised.twins import gguf_weights
@@ -126,13 +127,20 @@ def by_transformers(file: Path, folder: Path) -> Path:
 def test_the_folder_is_the_one_that_transformers_makes(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Byte for byte; in pieces of one row."""
+    """Byte for byte; in pieces of one row. A model of floats, whose weights are not stored, is saved for that."""
     monkeypatch.setattr(convert, "_WEIGHTS_AT_ONCE", 1)
     file = any_gguf(tmp_path, architecture)
-    ours, theirs = gguf_directory(file, progress=False)[0], by_transformers(file, tmp_path / "theirs")
+    theirs, ours = by_transformers(file, tmp_path / "theirs"), tmp_path / "ours"
+    plain_model(file, "float32")[0].save_pretrained(ours)
+    assert not list(tmp_path.glob("cache/*/*.safetensors"))
+    with monkeypatch.context() as patched:
+        patched.setattr(GGUFHeader, "note", "weights that are stored")
+        patched.setenv("CACHEPROBE_CACHE", str(tmp_path / "other"))
+        converted = gguf_directory(file, progress=False)[0]
     for path in theirs.iterdir():
-        assert sha256_of_file(ours / path.name) == sha256_of_file(path), path.name
-    assert len(load_file(ours / "model.safetensors")) > 8
+        for folder in (converted, ours):
+            assert sha256_of_file(folder / path.name) == sha256_of_file(path), f"{folder}: {path.name}"
+    assert len(load_file(converted / "model.safetensors")) > 8
 
 
 READ = (
@@ -182,7 +190,8 @@ def test_a_type_is_dequantised_as_gguf_does_or_refused_by_name(
         assert not list(folders.glob("*-v*"))
         return
     config = wide().config
-    found = load_file(gguf_directory(file, progress=False)[0] / "model.safetensors")
+    is_float, found = kind.name in ("F32", "F16", "BF16"), plain_model(file, "float32", progress=False)[0].state_dict()
+    assert len(list(folders.glob("*/*.safetensors"))) == (not is_float)
     for name, weight in gguf_weights(file, config, list(found)).items():
         assert bitwise(found[name], weight), name
 

@@ -17,6 +17,7 @@ from gguf import GGUFWriter, RopeScalingType
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheprobe as cp
+from cacheprobe.models import known
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.known import EMBEDDED, SMOLLM2
 from cacheprobe.models.loaders import model_of_run
@@ -29,7 +30,7 @@ from cacheprobe.ops.equality import bitwise
 from tests.field.columns import COLUMNS, PROMPTS, TinySubject
 from tests.field.tiny_family import tiny_family
 from tests.quantised.twins import gguf_weights
-from tests.quantised.writers import write_quantised
+from tests.quantised.writers import WRITERS, gguf_writer, write_quantised
 
 RUN = dict(max_new_tokens=6, capacity=64, window=4, group=2, progress=False)
 
@@ -307,6 +308,38 @@ def test_a_suffix_in_capitals_is_accepted(tmp_path: Path) -> None:
         live, _, note = plain_model(given, "float32")
         assert note == "8-bit (GGUF Q8_0), dequantised"
         assert all(torch.equal(weight, weights[name]) for name, weight in live.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_floats_are_read_from_the_file_and_stored_nowhere_else(
+    kind: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second load reads them, too; what is written to a mapped weight stays out of the file."""
+    monkeypatch.setitem(WRITERS, "GGUF floats", gguf_writer(kind))
+    live = tiny_family("llama", dict(intermediate_size=64))
+    file = write_quantised("GGUF floats", live, tmp_path) / "tiny.gguf"
+    before = file.read_bytes()
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    for _ in range(2):
+        ours, _, note = plain_model(file, "float32")
+        weights = ours.state_dict()
+        assert note == "" and all(bitwise(weights[name], one) for name, one in theirs.state_dict().items())
+        weights["model.layers.0.mlp.up_proj.weight"].zero_()
+    assert cp.load_model(file, dtype="bfloat16").dtype == torch.bfloat16
+    assert {path.name for path in cache.glob("tiny-*/*")} == {"config.json", "contents.json"}
+    assert file.read_bytes() == before
+
+
+def test_a_file_and_its_copies_share_one_folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own SmolLM2, given by the path of its file, was converted a second time."""
+    file = tiny_gguf(tmp_path)
+    stand_in = EMBEDDED[SMOLLM2]._replace(file=file.name)
+    monkeypatch.setitem(EMBEDDED, SMOLLM2, stand_in)
+    monkeypatch.setattr(type(stand_in), "package", lambda self: tmp_path)
+    copy_of_it = shutil.copy(file, tmp_path / "other.gguf")
+    folders = {known.embedded_directory(SMOLLM2), *(gguf_directory(Path(one))[0] for one in (file, copy_of_it))}
+    assert len(folders) == 1 and folders == {path for path in cache.iterdir() if path.is_dir()}
+    assert gguf_directory(file)[1] == "4-bit (GGUF Q4_1), dequantised"
 
 
 @pytest.mark.slow

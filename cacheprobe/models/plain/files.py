@@ -4,6 +4,7 @@ not fit."""
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -209,15 +210,14 @@ def plain_model(
     """
     name = str(model)
     require_known(name)
-    source, quantised, note = name, "", ""
+    source, quantised, note, floats = name, "", "", None
     if name in EMBEDDED:
         source, note = _embedded(name, progress)
     elif (gguf := gguf_file(name)) is not None:
         folder, quantised, note = gguf_directory(gguf, progress)
-        source = str(folder)
+        source, floats = str(folder), None if quantised else gguf
     is_local = Path(source).is_dir() or bool(why_no_hub())
 
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -234,8 +234,9 @@ def plain_model(
         has_bar = progress and _is_large(source)
         with nullcontext() if has_bar else without_progress_bars(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "You passed `quantization_config`")  # on purpose: it dequantises
-            loaded: LiveModule = AutoModelForCausalLM.from_pretrained(
-                source,
+            of_folder = partial(AutoModelForCausalLM.from_pretrained, source)
+            load = of_folder if floats is None else partial(_of_floats, floats, config)
+            loaded: LiveModule = load(
                 dtype=getattr(torch, dtype_name, AUTO),
                 device_map=device_map,
                 output_loading_info=True,
@@ -258,6 +259,16 @@ def plain_model(
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         raise error if isinstance(error, ModelError) else ModelError(_why(name, source, error)) from error
     return live, tokenizer, "; ".join(filter(None, (quantised, note, own_code)))
+
+
+def _of_floats(gguf: Path, config: LiveConfig, **options: object) -> LiveModule:
+    """Returns what from_pretrained gives with these options for the weights of a GGUF file of floats."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from cacheprobe.models.quantised.convert import float_weights
+
+    kind: LiveModule = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # AutoModelForCausalLM needs a folder with weights
+    return kind.from_pretrained(None, config=config, state_dict=float_weights(gguf), **options)
 
 
 def _is_large(source: str) -> bool:

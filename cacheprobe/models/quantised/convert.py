@@ -1,5 +1,6 @@
 """Dequantises a GGUF file into a transformers model of float32 weights, piece by piece, and saves it as a Hugging Face
-folder. The files are, byte for byte, those of transformers' own from_pretrained and save_pretrained.
+folder. The files are, byte for byte, those of transformers' own from_pretrained and save_pretrained. Weights that are
+floats stay in the GGUF file, from which every load reads them.
 
 transformers parses every token of the header in Python, three times, and keeps the weights twice.
 """
@@ -8,21 +9,21 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
 import gguf as gguf_package
 import numpy as np
 import torch
-from gguf import GGUFReader, GGUFValueType, dequantize
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, dequantize
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import modeling_gguf_pytorch_utils as reading
 from transformers.utils import logging
 
-from cacheprobe.core.live import LiveModule, LiveTokenizer
+from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.core.terminal import without_progress_bars
 
 _WEIGHTS_AT_ONCE = 1 << 20
@@ -69,7 +70,8 @@ def _reading_once() -> Iterator[None]:
     tokenizer alike."""
     parse = cache(reading.load_gguf_checkpoint)
     with (
-        patch.object(gguf_package, "GGUFReader", cache(QuickReader)),
+        # weights that stay in the file can be written to in memory, and the file stays as it is
+        patch.object(gguf_package, "GGUFReader", cache(partial(QuickReader, mode="c"))),
         # a copy, because the reader of a config changes it
         patch.object(reading, "load_gguf_checkpoint", lambda path, **_: {"config": deepcopy(parse(path)["config"])}),
     ):
@@ -82,12 +84,14 @@ def convert_gguf(
     *,
     has_tokenizer: bool,
     splits_digits: bool,
+    stores_weights: bool,
     check: Callable[[Collection[str]], None],
     report: Callable[[int, str], None],
 ) -> list[str]:
     """Converts a GGUF file to float32, saves model and tokenizer into `directory`, and returns the sorted names of
     weights that the file lacks.
 
+    stores_weights: False leaves the weights out: `float_weights` reads them from the file.
     splits_digits: the tokenizer takes every digit by itself, then applies GPT-2's rule. The file says so ("smollm"),
     and transformers reads GPT-2's rule alone: "\\n\\n1" would become three tokens instead of two.
     check: called with the names of the tensors that transformers gives to parameters, before any is read.
@@ -103,15 +107,30 @@ def convert_gguf(
         if has_tokenizer:
             report(0, "reading the tokenizer")
             _save_tokenizer(own, config.max_position_embeddings, splits_digits, directory)
-        with torch.device("meta"):
-            model: LiveModule = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = _without_weights(config)
         model.load_state_dict(_weights(gguf, model, check, report), strict=False, assign=True)
         model.tie_weights()
         if missing := sorted(name for name, weight in model.state_dict().items() if weight.is_meta):
             return missing
+        if not stores_weights:
+            model.config.save_pretrained(directory)
+            return []
         report(sum(weight.nbytes for weight in model.parameters()) // 10**6, "writing them")
         model.save_pretrained(directory, save_original_format=False)  # mixtures in one piece, as they are read
         return []
+
+
+def float_weights(gguf: Path) -> dict[str, Tensor]:
+    """Returns the float32 weights of a GGUF file of floats by their names in transformers. Those that the file has in
+    float32 and in transformers' order are mapped: they take no memory beside the file's pages."""
+    with _reading_once():
+        config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        return _weights(gguf, _without_weights(config), lambda _: None, lambda *_: None)
+
+
+def _without_weights(config: LiveConfig) -> LiveModule:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _save_tokenizer(own: Mapping[str, object], max_length: int, splits_digits: bool, directory: Path) -> None:
@@ -138,10 +157,11 @@ def _weights(
     done = 0
     for tensor in reader.tensors:
         blocks = tensor.data.reshape(-1, tensor.data.shape[-1])
-        weights = np.empty(tensor.shape[::-1].tolist(), np.float32)
+        is_mapped = tensor.tensor_type == GGMLQuantizationType.F32
+        weights = tensor.data if is_mapped else np.empty(tensor.shape[::-1].tolist(), np.float32)
         rows = weights.reshape(len(blocks), -1)
         height = max(1, _WEIGHTS_AT_ONCE // rows.shape[1])
-        for start in range(0, len(rows), height):
+        for start in range(0, 0 if is_mapped else len(rows), height):
             piece = slice(start, start + height)
             rows[piece] = dequantize(blocks[piece], tensor.tensor_type)
             report((done + start * rows.shape[1]) * 4 // 10**6, "")

@@ -4,7 +4,6 @@ user's cache folder.
 The reader of the package gguf takes seconds to read a header, because it keeps every token and every tensor.
 """
 
-import json
 import re
 import shutil
 import struct
@@ -18,9 +17,8 @@ from typing import BinaryIO
 from cacheprobe.core.live import ModelError
 from cacheprobe.core.terminal import Progress
 from cacheprobe.models.converted import (
-    CONTENTS,
-    cache_directory,
     commit_directory,
+    directory_of_gguf,
     is_complete,
     require_writable,
     sha256_of_gguf,
@@ -178,29 +176,26 @@ def _value(file: BinaryIO, size: int, kind: int | None = None, depth: int = 0) -
     return None
 
 
-_VERSION = 2
-"""Increase it when a conversion would give another result; folders of other versions are then not used."""
 _KNOWN_TOKENIZERS = ("gpt-2", "smollm")
 """Ways of splitting a text before BPE that transformers, with our correction, reads as the file means them."""
 
 
 def gguf_directory(gguf: Path, progress: bool = True) -> tuple[Path, str, str]:
-    """Returns (folder with config, float32 weights and tokenizer of a GGUF file; note on the weights, "" if they are
-    floats; note on the tokenizer, "" if it is read as the file means it). The first call converts the file, which takes
-    seconds to minutes; after an error nothing is left of it.
+    """Returns (folder with config, float32 weights and tokenizer of a GGUF file, without weights if the file's are
+    floats; note on the weights, "" for floats; note on the tokenizer, "" if it is read as the file means it). The first
+    call converts the file, which takes seconds to minutes; after an error nothing is left of it.
 
     Twin: tests.quantised.twins.gguf_weights, bitwise.
     Raises: ModelError as `convert`, and for a cache folder that is full or cannot be written.
     """
     sha256 = sha256_of_gguf(gguf)
-    target = cache_directory() / f"{gguf.stem}-{sha256[:12]}-gguf-v{_VERSION}"
-    if not is_complete(target):
+    target = directory_of_gguf(gguf.stem, sha256)
+    if is_complete(target):
+        header = read_header(gguf)
+    else:
         header = checked_header(gguf, target.parent)
-        notes = {"weights": header.note, "tokenizer": _tokenizer_note(header)}
-        origin = {"source": gguf.name, "sha256": sha256, **notes}
-        commit_directory(partial(convert, gguf, header, progress), target, origin)
-    stored = json.loads((target / CONTENTS).read_text())
-    return target, str(stored["weights"]), str(stored["tokenizer"])
+        commit_directory(partial(convert, gguf, header, progress), target, {"source": gguf.name, "sha256": sha256})
+    return target, header.note, _tokenizer_note(header)
 
 
 def checked_header(gguf: Path, folder: Path) -> GGUFHeader:
@@ -232,7 +227,7 @@ def checked_header(gguf: Path, folder: Path) -> GGUFHeader:
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except NotImplementedError as error:
             raise ModelError(f"{gguf}: the package gguf cannot dequantise {name}; give another quantisation") from error
-    _require_room(gguf, folder, header.float32_bytes)
+    _require_room(gguf, folder, header.float32_bytes if header.note else 0)
     return header
 
 
@@ -297,13 +292,15 @@ def convert(gguf: Path, header: GGUFHeader, progress: bool, directory: Path) -> 
     kind, split = (header.fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     megabytes = round(header.float32_bytes / 1e6)
     with Progress(megabytes, f"converting {gguf.name}", "MB", enabled=progress) as bar:
-        bar.say(f"converting {gguf.name}, once: {megabytes:,} MB in {directory.parent}")
+        if header.note:
+            bar.say(f"converting {gguf.name}, once: {megabytes:,} MB in {directory.parent}")
         try:
             missing = convert_gguf(
                 gguf,
                 directory,
                 has_tokenizer=kind is not None,
                 splits_digits=kind is not None and split == "smollm",
+                stores_weights=bool(header.note),
                 check=partial(_require_all_read, gguf, header),
                 report=bar.set_done,
             )
