@@ -111,13 +111,14 @@ def product_seconds(dtype: str) -> float:
 
 
 def kernels() -> list[Finding]:
-    """Returns a finding that says whether runs use the Triton kernels on this machine: all of them, or none and why. On
-    a GPU with triton the call compiles the kernels."""
+    """Returns a finding that says which of the Triton kernels runs use on this machine, and why not the others. On a
+    GPU with triton the call compiles the kernels."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = choose_kernels(torch.bfloat16, device)
     if chosen.kernels is None:
         return [Finding("runs", f"use none; torch or compiled loops compute instead ({chosen.reason})")]
-    how = "on cuda use all" if device == "cuda" else 'use all with products="kernels", else none'
+    without = f" but {chosen.reason}" if chosen.kernels.by_torch else ""
+    how = f"on cuda use all{without}" if device == "cuda" else 'use all with products="kernels", else none'
     return [Finding("runs", f"{how}; {chosen.kernels.text}")]
 
 

@@ -80,7 +80,7 @@ class JacobianLens:
         """Returns, for states [n, m] after the layers [n], the matrix products that estimate the last residual stream,
         in the dtype of the states."""
         last = len(self.matrices)
-        exact = states.float()
-        zeros = torch.zeros(last, states.shape[1], device=states.device)
+        exact, layers = states.float().to(self.matrices.device), layers.to(self.matrices.device)
+        zeros = torch.zeros(last, states.shape[1], device=exact.device)
         moved = product_by_layer(exact, layers.clamp(max=last - 1), self.matrices.transpose(1, 2), zeros)
         return torch.where((layers == last)[:, None], exact, moved).to(states.dtype)

@@ -119,7 +119,7 @@ class TunedLens:
     def to_residual(self, states: Float[Tensor, "n m"], layers: Int[Tensor, "n"]) -> Float[Tensor, "n m"]:
         """Returns h + h W + b for each of `states` [n, m], in their dtype. States of the last layer are unchanged."""
         last = len(self.weights)
-        exact = states.float()
+        exact, layers = states.float().to(self.weights.device), layers.to(self.weights.device)
         moved = product_by_layer(exact, layers.clamp(max=last - 1), self.weights, self.biases)
         return (exact + moved.masked_fill((layers == last)[:, None], 0.0)).to(states.dtype)
 

@@ -46,7 +46,7 @@ def check_model(model: CachedLM) -> None:
     def note(site: str, layer: int, value: Tensor) -> None:
         """Keeps a copy of the activation, if it has shape [b, t, d_model]."""
         if value.shape[-1] == model.d_model and value.dim() == 3:
-            fired[site, layer] = value[0].clone()
+            fired[site, layer] = value[0].to("cpu", copy=True)  # layers may lie on several devices
 
     with _running(model):
         whole = around.original_logits(token_ids)[0].float()
@@ -60,7 +60,7 @@ def check_model(model: CachedLM) -> None:
             found["beside a sequence of another length"] = _beside_another(model, token_ids, cache)
         found["read from its last state by norm and unembedding"] = model.read_out(fired[last]).float()
     for what, logits in found.items():
-        expected = whole[-len(logits) :]
+        expected = whole[-len(logits) :].to(logits.device)
         if not agrees(logits, expected, model.dtype):
             raise ModelError(
                 f"{model.name}: {kind} {what} differs from the model without it by up to "

@@ -5,6 +5,7 @@ raises ModelError with the reason.
 """
 
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack, cast
@@ -75,10 +76,10 @@ def load_model(
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. The adapter is merged
     into the float32 weights, which are then converted to `dtype`; `weights_note` records this.
     products: "auto" (default) computes matrix products and readings in the loops that numba compiles for this
-    processor, where they are faster than torch's (`cacheprobe doctor` says where), and on a GPU runs in Triton kernels,
-    if all of them pass a trial; "torch" does neither. "kernels" requires the kernels, also in Triton's interpreter on a
-    CPU (TRITON_INTERPRET=1), for tests. Results have other bits; the fingerprint records the choice. Thinking States
-    models use torch's.
+    processor, where they are faster than torch's (`cacheprobe doctor` says where), and on a GPU in Triton kernels: in
+    each that passes a trial, and else by torch, with a warning; "torch" does neither. "kernels" requires the kernels,
+    also in Triton's interpreter on a CPU (TRITON_INTERPRET=1), for tests. Results have other bits; the model's repr and
+    the fingerprint record the choice. Thinking States models use torch's.
     think_while_decoding: whether a Thinking States model also thinks about chunks that hold generated tokens; the
     window must then be a multiple of the chunk size. Default: the stored setting, which is False for shipped models.
     prepend_bos: True puts the tokenizer's start token in front of every text that does not begin with it, as
@@ -197,8 +198,8 @@ def wrap_live(
     """Returns a checked PlainLM around a live transformers model, with the operations that `products` of `load_model`
     says; if it refuses the model, such as one whose modules are not those of its class, a checked BridgeLM.
 
-    Raises: ModelError with both reasons if neither runs the model; if kernels are required and cannot be used; for
-    packed weights that cannot be run.
+    Warns if less than all kernels compute on a GPU, and of a bridge there. Raises: ModelError with both reasons if
+    neither runs the model; if kernels are required and cannot be used; for packed weights that cannot be run.
     """
     from cacheprobe.models.checks import check_model
     from cacheprobe.models.hf.shared import bridge_around, require_no_other_bridge, sharing_copy
@@ -213,12 +214,13 @@ def wrap_live(
     try:
         plain = PlainLM(live, tokenizer, name, note)
         with announcing("compiling loops, once for this processor and these versions", progress, after=3.0):
-            faster = _operations(plain, products)
+            faster, reason = _operations(plain, products)
         arrange_weights(live, by_output=faster is not None)
         plain.use_operations(faster)
         if faster is None and products == "auto":
             plain.logits_readout = choose_readout(plain.dtype, plain.device)
         check_model(plain)
+        _warn_on_gpu(plain, reason)
         return plain
     except ModelError as refusal:
         if products == "kernels" or packed_modules(live):
@@ -227,31 +229,42 @@ def wrap_live(
             if bridge_around(live) is None:
                 check_model(bridge_of(sharing_copy(live), tokenizer, name, note))  # what is refused stays unwrapped
             bridged = bridge_of(live, tokenizer, name, note)
-            bridged.operations = _operations(bridged, products)
+            bridged.operations = _operations(bridged, products)[0]
             check_model(bridged)
         except ModelError as no_bridge:
             raise ModelError(f"{refusal}; nor with a bridge: {no_bridge}") from refusal
+        _warn_on_gpu(bridged, f"runs on its bridge, whose blocks torch computes: {refusal}")
         return bridged
 
 
-def _operations(model: "BridgeLM | PlainLM", products: str) -> "CompiledOperations | KernelSet | None":
-    """Returns the operations with which a model computes, as `products` of `load_model` says; None for torch's. Raises:
-    ModelError if kernels are required and cannot be used."""
+def _operations(model: "BridgeLM | PlainLM", products: str) -> "tuple[CompiledOperations | KernelSet | None, str]":
+    """Returns (the operations with which a model computes, as `products` of `load_model` says, None for torch's; text
+    that says which operations torch computes on a GPU because their kernel cannot run, and why). Raises: ModelError if
+    kernels are required and cannot be used."""
     from cacheprobe.ops.compiled.operations import choose
-    from cacheprobe.ops.kernel_set import choose_kernels
+    from cacheprobe.ops.kernel_set import DTYPES, choose_kernels
 
     is_on_one = len({parameter.device for parameter in model.live.parameters()}) == 1
     is_dense = not packed_modules(model.live)
-    if products == "kernels":
-        kernels, reason = choose_kernels(model.dtype, model.device)
-        reason = reason if is_on_one else "the model is on several devices"
-        reason = reason if is_dense else "its weights are packed"
-        if kernels is None or not (is_on_one and is_dense):
-            raise ModelError(f'{model.name} cannot run in Triton kernels: {reason}; use products="auto"')
-        return kernels
-    if products == "torch" or not (is_on_one and is_dense):
-        return None
-    return (choose_kernels if model.device.type == "cuda" else choose)(model.dtype, model.device)[0]
+    if products == "torch" or (products == "auto" and not (is_on_one and is_dense)):
+        return None, ""
+    if products == "auto" and model.device.type != "cuda":
+        return choose(model.dtype, model.device).operations, ""
+    kernels, reason = choose_kernels(model.dtype, model.device)
+    if products == "auto":
+        is_whole = model.dtype not in DTYPES or (kernels is not None and not kernels.by_torch)
+        return kernels, "" if is_whole else f"torch computes in place of kernels ({reason})"
+    reason = reason if is_on_one else "the model is on several devices"
+    reason = reason if is_dense else "its weights are packed"
+    if kernels is None or kernels.by_torch or not (is_on_one and is_dense):
+        raise ModelError(f'{model.name} cannot run in Triton kernels: {reason}; use products="auto"')
+    return kernels, ""
+
+
+def _warn_on_gpu(model: "BridgeLM | PlainLM", reason: str) -> None:
+    """Warns, in one line, that a model on a GPU computes by torch, or on its bridge. reason: "" for no warning."""
+    if reason and model.device.type == "cuda":
+        warnings.warn(f"{model.name} on {model.device}: {reason}", RuntimeWarning, stacklevel=4)
 
 
 def model_of_run(
@@ -262,12 +275,13 @@ def model_of_run(
     Raises: ModelError as load_model, and for weights that are not quantised as the run's were.
     """
     readings = fingerprint.get("readings", "torch")
+    is_in_kernels = readings.startswith("Triton") and "by torch" not in readings
     loaded = load_model(
         model or fingerprint["model"],
         dtype=fingerprint["dtype"],
         device=fingerprint["device"],
         adapter=adapter or fingerprint.get("adapter"),
-        products="torch" if readings == "torch" else "kernels" if readings.startswith("Triton") else "auto",
+        products="torch" if readings == "torch" else "kernels" if is_in_kernels else "auto",
         think_while_decoding=fingerprint.get("think_while_decoding"),
         prepend_bos=bool(fingerprint.get("prepend_bos")),
         progress=progress,

@@ -1,5 +1,6 @@
 """Chooses, for a dtype on a device, whether the engine's runs use the Triton kernels, and says why."""
 
+from collections.abc import Collection
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -31,18 +32,22 @@ class KernelReadout:
 
 class KernelSet:
     """Computes the operations of a run in Triton kernels: products, norms, attention, writes to the cache, readings,
-    and copies of captured states. Each token's bits are independent of the other tokens of its pass.
+    and copies of captured states. Each token's bits are independent of the other tokens of its pass, if torch computes
+    none of these operations.
 
     Twin: the references in `dispatch.OPERATIONS`.
     """
 
-    store = staticmethod(dispatch.store_kv)
-    attend = staticmethod(dispatch.cached_attention)
-
-    def __init__(self, how: str) -> None:
-        """Names the kernels for the fingerprint. how: which code runs, such as "in Triton's interpreter"."""
+    def __init__(self, how: str, by_torch: Collection[str] = ()) -> None:
+        """Names the kernels for the fingerprint. how: which code runs, such as "in Triton's interpreter".  by_torch:
+        names of the operations that torch computes, because their kernel cannot run."""
         self.readout = KernelReadout()
-        self.text = f"Triton {version('triton')} kernels {how}"
+        self.by_torch = tuple(by_torch)
+        self.summary = "; by torch: ".join(filter(None, ("Triton kernels", ", ".join(by_torch))))
+        self.text = self.summary.replace("Triton kernels", f"Triton {version('triton')} kernels {how}")
+        self.store = None if "store_kv" in by_torch else dispatch.store_kv
+        self.attend = None if "cached_attention" in by_torch else dispatch.cached_attention
+        self.pack = None if "capture_pack" in by_torch else dispatch.pack_rows
 
     def __repr__(self) -> str:
         return f"KernelSet({self.text})"
@@ -56,29 +61,27 @@ class KernelSet:
         """Returns the RMSNorm of values [..., m]."""
         return dispatch.rms_norm(_dense(values.reshape(-1, values.shape[-1])), weight, eps).view(values.shape)
 
-    def pack(self, states: Tensor, rows: Tensor, out: Tensor) -> None:
-        """Writes the state vectors numbered `rows` of states [b, t, m] to `out` [n, m], as `ops.references.pack_rows`
-        says."""
-        dispatch.pack_rows(states, rows, out)
-
 
 class KernelChoice(NamedTuple):
-    """Holds the KernelSet for a device, or None if runs do not use the kernels, and the reason."""
+    """Holds the KernelSet for a device, or None if no kernel can run there; and the reason, which names the operations
+    that torch computes."""
 
     kernels: KernelSet | None
     reason: str
 
 
 def choose_kernels(dtype: torch.dtype, device: torch.device | str) -> KernelChoice:
-    """Returns the KernelChoice for models of a dtype on a device. Runs use all kernels, or none if one of them fails
-    its trial: a mixture would promise no bits. The first call for a device compiles and tries them."""
+    """Returns the KernelChoice for models of a dtype on a device. torch computes the operations whose kernel fails its
+    trial. The first call for a device compiles and tries the kernels."""
     if dtype not in DTYPES:
         return KernelChoice(None, f"the kernels do not compute {str(dtype).removeprefix('torch.')}")
-    for name, path in dispatch.paths(device).items():
-        if path.runs != dispatch.KERNEL:
-            return KernelChoice(None, f"{name}: {path.reason}")
-    reason = dispatch.matmul.path(device).reason
-    return KernelChoice(KernelSet(reason), reason)
+    paths = dispatch.paths(device)
+    by_torch = {name: path.reason for name, path in paths.items() if path.runs != dispatch.KERNEL}
+    reason = "; ".join(f"{name}: {why}" for name, why in by_torch.items())
+    if len(by_torch) == len(paths):
+        return KernelChoice(None, reason if len({*by_torch.values()}) > 1 else by_torch["rms_norm"])
+    how = next(path.reason for path in paths.values() if path.runs == dispatch.KERNEL)
+    return KernelChoice(KernelSet(how, by_torch), reason or how)
 
 
 def _dense(tensor: Tensor) -> Tensor:

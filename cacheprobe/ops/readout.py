@@ -73,7 +73,7 @@ def _read_chunk(logits: Tensor, targets: Tensor, top_k: int) -> Readout:
     """Returns the Readout of a few rows of logits [n, v], in one pass over tiles of token ids."""
     rows, width = logits.shape
     is_cpu = logits.device.type == "cpu"
-    size = min(_IDS_AT_ONCE if is_cpu else width, -(-width // BLOCK) * BLOCK)
+    size = -(-min(_IDS_AT_ONCE if is_cpu else width, width) // BLOCK) * BLOCK
     has_target = targets >= 0
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     target_values = logits.gather(1, targets.clamp(min=0)[:, None]).to(wide)

@@ -272,5 +272,35 @@ def require_one_dtype(**tensors: Tensor | None) -> None:
         raise ValueError(f"one type is needed for all, got {said}; convert them with .to(dtype)")
 
 
+def require_one_device(**tensors: Tensor | None) -> None:
+    """Raises: ValueError where tensors lie on several devices: a kernel would read an address of another memory."""
+    places = {name: str(one.device) for name, one in tensors.items() if one is not None}
+    if len(set(places.values())) > 1:
+        said = ", ".join(f"{name} on {place}" for name, place in places.items())
+        raise ValueError(f"one device is needed for all, got {said}; move them with .to(device)")
+
+
+def require_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+    """Raises: ValueError unless a tensor has this shape, which the other arguments give it. None has any."""
+    if tensor is not None and tensor.shape != shape:
+        raise ValueError(f"{name} must be of {shape} to fit the other arguments, got {tuple(tensor.shape)}")
+
+
+def require_integers(**tensors: Tensor) -> None:
+    """Raises: ValueError for tensors that are not int64: a kernel would read other numbers."""
+    for name, one in tensors.items():
+        if one.dtype != torch.int64:
+            raise ValueError(f"{name} must be int64, got {str(one.dtype).removeprefix('torch.')}")
+
+
+def require_inside(name: str, numbers: Tensor, end: int) -> None:
+    """Raises: ValueError for a number below 0 or not below `end`. Checks nothing on a GPU, since that would wait for
+    the device; the interpreter would read memory that is not the tensor's, and may end the process."""
+    if INTERPRETED and numbers.device.type == "cpu" and numbers.numel():
+        low, high = int(numbers.min()), int(numbers.max())
+        if low < 0 or high >= end:
+            raise ValueError(f"{name} must lie in 0 to {end - 1}, got {low} to {high}")
+
+
 def next_power_of_2(number: int) -> int:
     return triton.next_power_of_2(number)

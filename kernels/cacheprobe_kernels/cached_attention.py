@@ -19,7 +19,11 @@ from cacheprobe_kernels.base import (
     next_power_of_2,
     require_dense_rows,
     require_dense_slots,
+    require_inside,
+    require_integers,
+    require_one_device,
     require_one_dtype,
+    require_shape,
     size_in_bytes,
 )
 from cacheprobe_kernels.tiles import narrow, product
@@ -158,12 +162,20 @@ class CachedAttention(Kernel):
         require_dense_rows(q=q, hidden=hidden)
         require_dense_slots(keys=keys, values=values)
         require_one_dtype(q=q, keys=keys, values=values)
-        (batch, heads, count, dk), (_, kv_heads, capacity, dv) = q.shape, values.shape
+        (batch, heads, count, dk), (num_rows, kv_heads, capacity, dv) = q.shape, values.shape
         if rows.shape != (batch,) or positions.shape != (batch, count):
             raise ValueError(
                 f"queries of {batch} x {count} tokens need as many rows and positions, got {tuple(rows.shape)} and "
                 f"{tuple(positions.shape)}; stage one cache row for each batch index"
             )
+        if heads % kv_heads:
+            raise ValueError(f"{heads} heads of queries cannot share {kv_heads} heads of keys evenly")
+        require_shape("keys", keys, num_rows, kv_heads, capacity, dk)
+        require_shape("hidden", hidden, num_rows, kv_heads, capacity)
+        require_one_device(q=q, keys=keys, values=values, rows=rows, positions=positions, hidden=hidden)
+        require_integers(rows=rows, positions=positions)
+        require_inside("rows", rows, num_rows)
+        require_inside("positions", positions, capacity)
         groups, num_splits = heads // kv_heads, triton.cdiv(capacity, SPLIT)
         places = (batch * kv_heads, count * groups, num_splits)
         part = torch.empty(*places, dv, dtype=torch.float32, device=q.device)

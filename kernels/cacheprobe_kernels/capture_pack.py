@@ -22,6 +22,9 @@ from cacheprobe_kernels.base import (
     by_rows,
     next_power_of_2,
     require_dense_rows,
+    require_integers,
+    require_one_device,
+    require_shape,
 )
 from cacheprobe_kernels.tiles import narrow, widen
 
@@ -69,6 +72,10 @@ class CapturePack(Kernel):
     def plan(states: Tensor, rows: Tensor, out: Tensor) -> Plan:
         require_dense_rows(out=out)
         batch, num_slots, width = states.shape
+        require_shape("rows", rows, out.shape[0])
+        require_shape("out", out, len(rows), width)
+        require_one_device(states=states, rows=rows, out=out)
+        require_integers(rows=rows)
         strides = dict(zip(("batch_stride", "slot_stride", "column_stride"), states.stride(), strict=True))
         sizes = {"num_states": batch * num_slots, "num_slots": num_slots, "width": width, "out_stride": out.stride(0)}
         block = min(_LARGEST_BLOCK, next_power_of_2(width))

@@ -22,7 +22,10 @@ from cacheprobe_kernels.base import (
     by_rows,
     next_power_of_2,
     require_dense_rows,
+    require_integers,
+    require_one_device,
     require_one_dtype,
+    require_shape,
     size_in_bytes,
 )
 from cacheprobe_kernels.lens_cases import exact_readout, lens_inputs
@@ -179,6 +182,13 @@ class LensTopK(Kernel):
         require_dense_rows(states=states, unembedding=unembedding, bias=bias)
         require_one_dtype(states=states, norm_weight=norm_weight, unembedding=unembedding, bias=bias)
         (count, width), vocabulary = states.shape, unembedding.shape[0]
+        require_shape("norm_weight", norm_weight, width)
+        require_shape("unembedding", unembedding, vocabulary, width)
+        require_shape("target_token_ids", target_token_ids, count)
+        require_shape("bias", bias, vocabulary)
+        given = {"unembedding": unembedding, "target_token_ids": target_token_ids, "bias": bias}
+        require_one_device(states=states, norm_weight=norm_weight, **given)
+        require_integers(target_token_ids=target_token_ids)
         top_k, num_splits = min(top_k, vocabulary), triton.cdiv(vocabulary, SPLIT)
         norm, read = ([], states) if norm_weight is None else RmsNorm.plan(states, norm_weight, eps)
 

@@ -22,7 +22,9 @@ from cacheprobe_kernels.base import (
     Work,
     by_rows,
     require_dense_rows,
+    require_one_device,
     require_one_dtype,
+    require_shape,
     size_in_bytes,
 )
 from cacheprobe_kernels.tiles import narrow, tile_product, widen
@@ -81,6 +83,9 @@ class Matmul(Kernel):
         require_dense_rows(values=values, weight=weight, bias=bias)
         require_one_dtype(values=values, weight=weight, bias=bias)
         (count, width), num_out = values.shape, weight.shape[0]
+        require_shape("weight", weight, num_out, width)
+        require_shape("bias", bias, num_out)
+        require_one_device(values=values, weight=weight, bias=bias)
         out = torch.empty(count, num_out, dtype=values.dtype, device=values.device)
         tensors = {"values": values, "weight": weight, "bias": weight if bias is None else bias, "out": out}
         strides = {"value_stride": values.stride(0), "weight_stride": weight.stride(0)}

@@ -22,7 +22,9 @@ from cacheprobe_kernels.base import (
     by_rows,
     next_power_of_2,
     require_dense_rows,
+    require_one_device,
     require_one_dtype,
+    require_shape,
     size_in_bytes,
 )
 from cacheprobe_kernels.tiles import narrow, widen
@@ -72,6 +74,8 @@ class RmsNorm(Kernel):
     def plan(values: Tensor, weight: Tensor, eps: float) -> Plan:
         require_dense_rows(values=values, weight=weight)
         require_one_dtype(values=values, weight=weight)
+        require_shape("weight", weight, values.shape[1])
+        require_one_device(values=values, weight=weight)
         (count, width), out = values.shape, torch.empty(values.shape, dtype=values.dtype, device=values.device)
         block = min(_LARGEST_BLOCK, next_power_of_2(width))
         tensors = {"values": values, "weight": weight, "out": out}

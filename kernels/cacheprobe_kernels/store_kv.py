@@ -23,7 +23,10 @@ from cacheprobe_kernels.base import (
     one_by_one,
     require_dense_rows,
     require_dense_slots,
+    require_integers,
+    require_one_device,
     require_one_dtype,
+    require_shape,
     size_in_bytes,
 )
 
@@ -82,6 +85,10 @@ class StoreKV(Kernel):
                 f"keys of {tuple(k.shape)} need as many values, rows and starts, got {tuple(v.shape)}, "
                 f"{tuple(rows.shape)} and {tuple(starts.shape)}; stage one cache row for each batch index"
             )
+        require_shape("keys", keys, num_rows, num_heads, capacity, dk)
+        require_shape("values", values, num_rows, num_heads, capacity, v.shape[3])
+        require_one_device(k=k, v=v, keys=keys, values=values, rows=rows, starts=starts)
+        require_integers(rows=rows, starts=starts)
         tensors = {"k": k, "v": v, "keys": keys, "values": values, "rows": rows, "starts": starts}
         strides = dict(zip(("k_batch", "k_head", "k_slot"), k.stride(), strict=False))
         strides |= dict(zip(("v_batch", "v_head", "v_slot"), v.stride(), strict=False))

@@ -1,12 +1,14 @@
 """The pretend GPU as a fixture."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from tests.device.counts import Gpu
 from tests.device.pretend import pretending
+from tests.device.runs import kernels_by_references
 
 
 @pytest.fixture
@@ -16,3 +18,10 @@ def gpu() -> Iterator[Gpu]:
         pytest.skip("this torch has CUDA; a pretend GPU would hide it")
     with pretending(num_devices=2) as seen:
         yield seen
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def way(gpu: Gpu, request: pytest.FixtureRequest) -> Iterator[str]:
+    """What computes a model: torch, or our kernels by their references."""
+    with kernels_by_references(gpu) if request.param == "kernels" else nullcontext():
+        yield request.param

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 _ROOT = f"{Path(__file__).parents[2]}/"
 _NOT_OURS = ("/site-packages/", "/tests/device/", "/lib/python", "<")
 
@@ -38,6 +40,8 @@ class Gpu:
         """Errors that a GPU would raise, also those that the tested code caught."""
         self.waits_are_errors: Callable[[str, str], bool] = lambda kind, at: False
         """Function (kind, place) that returns True if such a wait is to raise an error."""
+        self.memory_ends_at: int | None = None
+        """Number of launches after which one, and no other, finds no memory; None for none."""
 
     def waited(self, kind: str) -> None:
         """Counts a wait. Raises: RuntimeError if `waits_are_errors` says so."""
@@ -47,7 +51,12 @@ class Gpu:
             raise RuntimeError(f"the host waits for the device: {kind} at {at}")
 
     def launched(self, operation: str) -> None:
-        """Counts a launch."""
+        """Counts a launch. Raises: torch.OutOfMemoryError if it is the one that finds no memory."""
+        if self.memory_ends_at is not None:
+            self.memory_ends_at -= 1
+            if self.memory_ends_at < 0:
+                self.memory_ends_at = None
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         self.launches[self.phase, operation, place()] += 1
 
     def refusal(self, kind: type[Exception], text: str) -> Exception:

@@ -56,7 +56,9 @@ class GpuTensor(Tensor):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor, device: torch.device) -> "GpuTensor":
+    def __new__(cls, held: Tensor, device: torch.device | None = None, requires_grad: bool = False) -> Any:
+        if device is None:  # as accelerate makes a parameter anew, of the class of the old one
+            return torch.nn.Parameter(held, requires_grad)
         with torch.inference_mode(held.is_inference()):  # a view is of the kind of its base
             made = Tensor._make_wrapper_subclass(
                 cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=device
@@ -154,12 +156,21 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     device = _numbered(asked) if asked is not None else next(iter(wrappers.values())).device
     _count(func, name, args, kwargs, device)
     kwargs = {key: torch.device("cpu") if key == "device" else held(value) for key, value in kwargs.items()}
-    result = func(*held(args), **kwargs)
+    result = _on_cpu(func, name, held(args), kwargs)
     if name == "copy_":
         return args[0]
     if device.type == "cpu":
         return result
     return mapped(lambda one: wrappers.get(id(one)) if id(one) in wrappers else GpuTensor(one, device), result)
+
+
+def _on_cpu(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Returns the result of an operation on CPU tensors, also for dtypes that only CUDA's kernels take."""
+    if name in ("_softmax", "_log_softmax") and args[2]:  # rounds its input to float32 itself
+        return func(args[0].float(), args[1], False)
+    if name == "histc" and not args[0].is_floating_point():
+        return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
 
 
 def _refuse_mixture(func: Any, name: str, given: list[tuple[int, Tensor]]) -> None:

@@ -151,6 +151,54 @@ def test_what_no_launch_takes_is_refused(kernel: type[Kernel], arguments: dict[s
         kernel.run(**arguments)
 
 
+MISFITS = {
+    "cached_attention": {
+        "rows": lambda a: a["rows"].repeat(2),
+        "positions": lambda a: a["positions"][:, :0],
+        "q": lambda a: a["q"][:, :-1],
+        "keys": lambda a: a["keys"][:-1],
+        "values": lambda a: a["values"][:, :, :-1],
+        "hidden": lambda a: torch.zeros(1, 1, 1, dtype=torch.bool),
+    },
+    "store_kv": {
+        "rows": lambda a: a["rows"][:-1],
+        "starts": lambda a: a["starts"].int(),
+        "k": lambda a: a["k"][:, :-1],
+        "keys": lambda a: a["keys"][:, :-1],
+        "values": lambda a: a["values"][..., :-1].contiguous(),
+    },
+    "matmul": {"weight": lambda a: a["weight"][:, :-1], "bias": lambda a: a["bias"][:-1]},
+    "rms_norm": {"weight": lambda a: a["weight"][:-1], "values": lambda a: a["values"].to("meta")},
+    "capture_pack": {"rows": lambda a: a["rows"].repeat(2), "out": lambda a: a["out"][:, :-1]},
+    "lens_topk": {
+        "norm_weight": lambda a: a["norm_weight"][:-1],
+        "unembedding": lambda a: a["unembedding"][:, :-1],
+        "target_token_ids": lambda a: a["target_token_ids"].repeat(2),
+        "bias": lambda a: a["bias"][:-1],
+    },
+}
+"""By kernel, arguments that do not fit the others: most would let it read or write beyond a tensor."""
+
+
+@pytest.mark.parametrize(("name", "changed"), [(name, one) for name, changes in MISFITS.items() for one in changes])
+def test_arguments_that_do_not_fit_are_refused(name: str, changed: str) -> None:
+    """Before anything is launched; a kernel without the check would end the process, or write into other memory."""
+    kernel = KERNELS[name]
+    arguments = kernel.inputs(kernel.cases[0], Draws(torch.device("cpu")))
+    kernel.plan(**arguments)
+    with pytest.raises(ValueError, match="to fit the other|needs? as many|must be|share|one device"):
+        kernel.run(**{**arguments, changed: MISFITS[name][changed](arguments)})
+
+
+@pytest.mark.parametrize(("name", "number"), [("rows", 3), ("rows", -1), ("positions", 24)])
+def test_numbers_outside_of_the_cache_are_refused_on_the_cpu(name: str, number: int) -> None:
+    """In the interpreter, where reading them costs no wait."""
+    arguments = CachedAttention.inputs(CachedAttention.cases[0], Draws(torch.device("cpu")))
+    arguments[name].view(-1)[0] = number
+    with pytest.raises(ValueError, match=rf"{name} must lie in 0 to \d+, got"):
+        CachedAttention.run(**arguments)
+
+
 def test_poison_is_there_and_goes() -> None:
     with poisoned():
         assert torch.empty(3).isnan().all() and (torch.empty(2, dtype=torch.long) == -77).all()

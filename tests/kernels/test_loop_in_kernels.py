@@ -122,7 +122,7 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ModelError, match="kernels do not compute float64"):
         cp.load_model(tiny_model(size=SIZE, dtype=torch.float64), products="kernels")
     monkeypatch.setattr(dispatch, "uses_triton_interpreter", lambda: False)
-    with pytest.raises(ModelError, match=r"rms_norm: there is no GPU; use products=.auto"):
+    with pytest.raises(ModelError, match=r"Triton kernels: there is no GPU; use products=.auto"):
         tiny("kernels")
     with pytest.raises(ModelError, match="none of auto, torch, kernels"):
         tiny("cuda")

@@ -110,7 +110,7 @@ except ModuleNotFoundError as absent:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == [
-        "8.0 use none; torch or compiled loops compute instead (rms_norm: there is no GPU)", "triton",
+        "8.0 use none; torch or compiled loops compute instead (there is no GPU)", "triton",
     ]  # fmt: skip
 
 
@@ -125,20 +125,22 @@ def test_in_the_interpreter_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_doctor_says_which_and_why(gpu: pytest.MonkeyPatch) -> None:
-    """Runs use all kernels or none."""
+    """Runs use all kernels, or leave out those that fail, or use none."""
     told = {operation.name: Path(KERNEL, "compiled for NVIDIA H100") for operation in OPERATIONS}
     gpu.setattr(dispatch, "paths", lambda device: told)
-    gpu.setattr(dispatch.matmul, "path", lambda device: told["matmul"])
     (runs,) = section.kernels()
     assert runs.result.startswith("on cuda use all; Triton ")
     told["matmul"] = Path(REFERENCE, "the kernel fails")
     (runs,) = section.kernels()
-    assert runs.result == "use none; torch or compiled loops compute instead (matmul: the kernel fails)"
+    assert runs.result.startswith("on cuda use all but matmul: the kernel fails; Triton ")
+    told.update(dict.fromkeys(told, Path(REFERENCE, "the kernel fails")))
+    (runs,) = section.kernels()
+    assert runs.result == "use none; torch or compiled loops compute instead (the kernel fails)"
 
 
 def test_without_a_gpu_the_doctor_says_that_no_run_uses_a_kernel(compiled: pytest.MonkeyPatch) -> None:
     assert [f.result for f in section.kernels()] == [
-        "use none; torch or compiled loops compute instead (rms_norm: there is no GPU)"
+        "use none; torch or compiled loops compute instead (there is no GPU)"
     ]
     compiled.setattr(dispatch, "uses_triton_interpreter", lambda: True)
     (runs,) = section.kernels()

@@ -97,9 +97,9 @@ class KernelOperations:
         self.windows = [window if is_sliding else None for is_sliding in slides]
 
     def computes(self, module: LiveModule) -> bool:
-        """Returns True for an RMSNorm as Llama's."""
+        """Returns True for an RMSNorm as Llama's, unless torch computes these."""
         norm = rms_norm_of(module)
-        return norm is not None and norm.kind == LLAMA
+        return norm is not None and norm.kind == LLAMA and "rms_norm" not in self.kernels.by_torch
 
     def takes(self, values: Tensor) -> bool:
         """Returns True for `values` without gradients."""
@@ -116,6 +116,7 @@ class KernelOperations:
         the cache. scale: of the scores; None for d ** -0.5."""
         placed, factor = cache.placed(q.device), q.shape[-1] ** -0.5 if scale is None else scale
         held = cache.keys[layer], cache.values[layer], placed.rows, placed.positions
+        assert self.kernels.attend is not None
         out = self.kernels.attend(q, *held, factor, cache.hidden_slots(layer), self.windows[layer])
         return out.transpose(1, 2).flatten(2)
 

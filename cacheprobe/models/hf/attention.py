@@ -125,7 +125,7 @@ def _interface(
             function(seen)
     if calls is not None and calls.tape is not None:
         out = calls.tape.attend(query, (key, value), attention_mask, scaling, softcap, s_aux)
-    elif calls is not None and calls.attend is not None and s_aux is None:
+    elif calls is not None and calls.attend is not None and s_aux is None and softcap is None:
         out = calls.attend(int(module.layer_idx), query, scaling)
     elif calls is None or calls.spans is None:
         out = attend_together(query, key, value, attention_mask, scaling, softcap, s_aux)

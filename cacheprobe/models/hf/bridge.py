@@ -27,6 +27,7 @@ from cacheprobe.models.hf.masks import context_length, text_config
 from cacheprobe.models.hf.shared import bridge_around, remember_bridge, require_dense, require_no_other_bridge
 from cacheprobe.models.settings import evaluating, keeping_float64, one_at_a_time
 from cacheprobe.models.weights import head_weights, output_rows
+from cacheprobe.ops.kernel_set import KernelSet
 
 
 class BridgeLM(HookedSites, HuggingFaceLM):
@@ -132,6 +133,12 @@ class BridgeLM(HookedSites, HuggingFaceLM):
         model's own experts. Gradients flow back into what `editing` put into it."""
         with own_experts(self.mixtures), evaluating(self.live):
             return self.bridge.forward(token_ids, return_type="logits")
+
+    @property
+    def computed_by(self) -> str:
+        """Text that says what computes each operation on a GPU, or in Triton's interpreter; "" on a CPU."""
+        by = super().computed_by
+        return f"blocks by torch, the rest by {by}" if isinstance(self.operations, KernelSet) else by
 
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits as OutputParts: final norm, unembedding matrix

@@ -31,8 +31,8 @@ class FrozenNorm:
     def __init__(self, module: nn.Module, at: Float[Tensor, "m"]) -> None:
         """Measures the norm `module` and freezes its scale at the input `at` [m]. Raises: ModelError for a norm that is
         not linear at a fixed scale."""
-        own = copy.deepcopy(module).double()
-        at = at.double()
+        own = copy.deepcopy(module).double().cpu()
+        at = at.double().cpu()
         with torch.inference_mode():
             signs = torch.ones_like(at)
             signs[1::2] = -1

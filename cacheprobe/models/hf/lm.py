@@ -199,7 +199,15 @@ class HuggingFaceLM(BaseLM):
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         dims = f"{self.n_layers} layers, d_model {self.d_model}"
-        return f"{type(self).__name__}({self.name}, {dims}, {dtype}, {self.device})"
+        by = f", {self.computed_by}" if self.computed_by else ""
+        return f"{type(self).__name__}({self.name}, {dims}, {dtype}, {self.device}{by})"
+
+    @property
+    def computed_by(self) -> str:
+        """Text that says what computes each operation on a GPU, or in Triton's interpreter; "" on a CPU."""
+        if isinstance(self.operations, KernelSet):
+            return self.operations.summary
+        return "by torch" if self.device.type == "cuda" else ""
 
     @property
     def config(self) -> LiveConfig:
@@ -289,7 +297,7 @@ class HuggingFaceLM(BaseLM):
     def _after_last_norm(self, states: Tensor) -> Tensor:
         """Returns residual states [n, m] after the final norm, with the bits of the forward that the operations
         compute."""
-        norm = rms_norm_of(self.output_parts().norm)
+        states, norm = states.to(self.device), rms_norm_of(self.output_parts().norm)
         if norm is not None and states.dtype == norm.weight.dtype:
             if isinstance(self.operations, CompiledOperations):
                 return self.operations.norm(states, *norm)
@@ -317,8 +325,9 @@ class HuggingFaceLM(BaseLM):
         """Returns the logits of `read_out`, up to one unit in the last place, and lets gradients flow back into
         `states`."""
         with keeping_float64(self.dtype):
-            normed = without_operations(self.head.norm)(states[None])
-            return self.head.finish(without_operations(self.head.unembed)(normed))[0]
+            normed = without_operations(self.head.norm)(states.to(self.device)[None])
+            logits = self.head.finish(without_operations(self.head.unembed)(normed))[0]
+            return logits.to(self.device)  # of a model on several devices
 
     def fingerprint(self) -> dict[str, str | int | float]:
         """Returns a dictionary of properties of the model, the libraries and the process that may change the bits of a

@@ -147,7 +147,9 @@ class PlainLM(WithBridge):
         if getattr(self.model.model.rotary_emb, "rope_type", "default") in ROTATIONS_OF_PASSES:
             return 0
         if isinstance(self._by_module, KernelOperations):
-            return self.n_ctx if self.device.type == "cuda" else 0  # elsewhere torch's loops compute the activation
+            by_torch = {"matmul", "rms_norm", "cached_attention"} & {*self._by_module.kernels.by_torch}
+            is_whole = self.device.type == "cuda" and not by_torch
+            return self.n_ctx if is_whole else 0  # on a CPU torch's loops compute the activation
         is_in_loops = self._by_module is not None
         is_in_loops &= all(is_silu(layer.mlp.act_fn) for layer in self.model.model.layers)
         return MOST_TOKENS[FORMATS[self.dtype]] if is_in_loops else 0
@@ -236,9 +238,17 @@ class PlainLM(WithBridge):
     def _attend(self, cache: StagedCache) -> Attend | None:
         """Returns the function that computes the attention of a pass; None for cacheprobe's attention in torch."""
         operations = self._by_module
-        if not (isinstance(operations, KernelOperations) and cache.is_written):
+        if not (isinstance(operations, KernelOperations) and self._kernel_attends and cache.is_written):
             return None
         return partial(operations.attend, cache)
+
+    @property
+    def _kernel_attends(self) -> bool:
+        """False without a kernel of attention, and if scores are limited or have sinks, which the kernel lacks."""
+        if not (isinstance(self._by_module, KernelOperations) and self._by_module.kernels.attend):
+            return False
+        has_sinks = any(name.endswith("sinks") for name, _ in self.model.named_parameters())
+        return not (getattr(self.config, "attn_logit_softcapping", None) or has_sinks)
 
     def _num_attending(self, num_layers: int | None) -> int:
         """Returns how many of the first `num_layers` layers, None for all, have attention."""
@@ -329,7 +339,7 @@ class PlainLM(WithBridge):
     def fingerprint_of_path(self) -> dict[str, str | int | float]:
         """Returns what a fingerprint says of this path: its name, its attention, and what else it depends on."""
         attention = BY_REQUEST if self.attends_by_request else str(self.config._attn_implementation)
-        if isinstance(self._by_module, KernelOperations):
+        if isinstance(self._by_module, KernelOperations) and self._kernel_attends:
             attention = f"all slots up to the token's, {self._by_module.kernels.text}"
         products = self.operations.text if self.operations else TORCH
         recurrence = {"recurrence": "token by token"} if self.initial else {}

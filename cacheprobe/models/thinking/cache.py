@@ -76,9 +76,9 @@ def cache_memory(config: ThinkingConfig, cache: StagedCache) -> Memory:
     slots = torch.arange(cache.span)[None]
     bias = attention_bias(config, cache.positions, slots, config.attention_window)
     if not config.thinks:  # cache surgery may hide slots only in cache rows that hold nothing but keys and values
-        bias = bias + cache.mask(bias.dtype, device)
+        bias = bias + cache.mask(bias.dtype, "cpu")
     lowest = max(torch.finfo(kind).min for kind in (bias.dtype, dtype))
-    bias = bias.clamp_(min=lowest).to(dtype)  # finite in 16 bits too
+    bias = bias.clamp_(min=lowest).to(device, dtype)  # finite in 16 bits too
     bias = cache.mask_by_layer(bias, config.n_heads)
 
     def memory(layer: int, keys: Tensor, values: Tensor) -> Remembered:

@@ -100,7 +100,7 @@ class ThinkingLM(HookedSites):
         for captured, _ in self._captures:
             captured.clear()
         config, model, ran = self.config, self.model, self.n_layers if num_layers is None else num_layers
-        positions, memory = cache.positions, cache_memory(config, cache)
+        positions, memory = cache.placed(self.device).positions, cache_memory(config, cache)
         run = partial(model.run_blocks, positions=positions, memory=memory)
         x = model.hook_embed(model.embed(token_ids))
         x = run(x, 0, min(config.l_in, ran))

@@ -38,7 +38,7 @@ class Rounds:
         assert isinstance(staged.cache, ThinkingCache)
         self.model, self.config, self.chunk_states = chunk_states.model, chunk_states.model.config, chunk_states
         self.cache, self.cache_rows, self.positions = staged.cache, staged.rows, staged.positions
-        self.memory = memory
+        self.placed, self.memory = staged.placed(self.cache.layer_outputs.device), memory
         self.count = 0
         """Number of rounds that have run."""
 
@@ -49,7 +49,7 @@ class Rounds:
         Runs blocks l_in to `last` - 1, and again after each round in which a thought that is not empty changes the
         state of later tokens. If `last` is below l_out, returns the output of block `last` - 1 and writes no thought.
         """
-        config, cache, row_index = self.config, self.cache, torch.tensor(self.cache_rows)[:, None]
+        config, cache, positions = self.config, self.cache, self.placed.positions
         open_ends = self._chunk_ends()
         empty = (config.eos_id,)
         written: list[RowThought] = []
@@ -58,12 +58,12 @@ class Rounds:
         h, is_final = x, False
         while not is_final:
             self.count += 1
-            added = self.model.hook_state(self._added_states(row_index))
-            h = self.model.run_blocks(x + added, config.l_in, last, self.positions, self.memory)
+            added = self.model.hook_state(self._added_states())
+            h = self.model.run_blocks(x + added, config.l_in, last, positions, self.memory)
             h = self.model.hook_h(h)
             if last < config.l_out:
                 return h
-            cache.layer_outputs[row_index, self.positions] = h
+            cache.layer_outputs[self.placed.rows[:, None], positions] = h
             is_final = True
             for ends in open_ends:
                 while ends:
@@ -90,16 +90,17 @@ class Rounds:
             if not self.cache.is_free(cache_row)
         ]
 
-    def _added_states(self, row_index: Tensor) -> Tensor:
+    def _added_states(self) -> Tensor:
         """Returns the chunk states [b, t, m] to add at the positions of this pass; zeros at positions without one."""
-        config, positions, stored = self.config, self.positions, self.cache.chunk_states
+        config, positions, stored = self.config, self.placed.positions, self.cache.chunk_states
         if not config.feeds_back:
             return stored.new_zeros(*positions.shape, config.d_model)
-        states = stored[row_index, positions]
+        states = stored[self.placed.rows[:, None], positions]
         start = positions // config.chunk * config.chunk
         is_known = start > 0
         if not config.think_while_decoding:
-            is_known &= start <= self.cache.prompt_lengths[row_index]  # the previous chunk lies within the prompt
+            lengths = self.cache.prompt_lengths[self.cache_rows][:, None]
+            is_known &= start <= lengths.to(start.device)  # the previous chunk lies within the prompt
         states = states * is_known[..., None].to(states.dtype)
         if config.learned_first_state:
             first = self.model.first_state[positions % config.chunk]

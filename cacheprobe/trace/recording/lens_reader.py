@@ -174,8 +174,18 @@ class LensReader:
         return {name: torch.cat([column, copied[name]]) for name, column in columns.items()}
 
     def _read_tile(self) -> None:
-        """Reads up to LENS_TILE queued state vectors through the lens, and stores the readings."""
+        """Reads up to LENS_TILE queued state vectors through the lens, and stores the readings. Without memory for a
+        tile, its requests have no readings."""
         taken = self._take()
+        try:
+            self._read(taken)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            for queued in {queued.request_id: queued for queued in reversed(taken)}.values():
+                why = f"found no memory for a tile ({error!s:.100})"
+                self._fail(taken, queued.request_id, int(queued.layers[0]), queued.row, why)
+
+    def _read(self, taken: Sequence[Queued]) -> None:
+        """Reads the state vectors of `taken` through the lens, in one tile, and stores the readings."""
         counts = torch.tensor([len(q.layers) for q in taken])
         rows, owners, wanted = (
             torch.tensor([getattr(q, name) for q in taken]).repeat_interleave(counts)
@@ -272,10 +282,18 @@ class LensReader:
 
 def _same_states(pairs: Sequence[tuple[Queued, Queued]]) -> tuple[Tensor, ...]:
     """Returns a tensor [n] of flags for each pair of rows: whether their states have the same bits and layer, for the n
-    layers of the row with fewer layers. Compares all pairs at once."""
+    layers of the row with fewer layers. Compares all pairs at once; without memory for that, says no of all."""
     if not pairs:
         return ()
     counts = [min(len(a.layers), len(b.layers)) for a, b in pairs]
+    try:
+        return _compared(pairs, counts)
+    except (torch.OutOfMemoryError, MemoryError):
+        return torch.zeros(sum(counts), dtype=torch.bool).split(counts)
+
+
+def _compared(pairs: Sequence[tuple[Queued, Queued]], counts: list[int]) -> tuple[Tensor, ...]:
+    """Returns the flags of `_same_states`. counts: by pair, the number of layers."""
     states, layers = (
         [torch.cat([getattr(pair[i], name)[:n] for pair, n in zip(pairs, counts, strict=True)]) for i in (0, 1)]
         for name in ("states", "layers")

@@ -91,12 +91,12 @@ def thoughts_table(
 
 def thought_states(thoughts: Sequence[Thought]) -> Tensor:
     """Returns a copy of the chunk states [n, c, m] of n thoughts; each is added to the next chunk's c tokens."""
-    return torch.stack([thought.state for thought in thoughts]).clone()
+    return torch.stack([thought.state for thought in thoughts]).to("cpu", copy=True)
 
 
 def first_logits(thoughts: Sequence[Thought]) -> Tensor:
     """Returns the logits [n, v] from which the first token of each of n thoughts was chosen."""
-    return torch.stack([thought.first_logits for thought in thoughts])
+    return torch.stack([thought.first_logits for thought in thoughts]).cpu()
 
 
 def as_hypotheses(thoughts: pd.DataFrame, layer: int, token_texts: Mapping[int, str]) -> pd.DataFrame:
