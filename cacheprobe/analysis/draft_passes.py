@@ -276,10 +276,15 @@ class TokenContext:
         """Raises: ValueError, because a replay does not run the verified model."""
         raise self._refusal
 
-    def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Returns the token id that the request would choose from logits [v], with its own settings and noise."""
-        text = [*state.token_ids, *state.draft, *drafted]
-        return choose_token(logits, state.sampling, text, len(text))
+    def choose(
+        self, states: Sequence[SequenceState], logits: Tensor, drafted: Sequence[Sequence[int]] | None = None
+    ) -> list[int]:
+        """Returns the token id that each request would choose from its row of logits [b, v], with its own settings and
+        noise."""
+        before = [()] * len(states) if drafted is None else drafted
+        texts = [[*state.token_ids, *state.draft, *own] for state, own in zip(states, before, strict=True)]
+        read = zip(states, logits, texts, strict=True)
+        return [choose_token(row, state.sampling, text, len(text)) for state, row, text in read]
 
 
 class TokenDrafts:

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.devices import upload
 from cacheprobe.core.noise import DRAFT_STREAM, gumbel_noise
 from cacheprobe.core.records import Finished, StepRecord, Verdict
 from cacheprobe.engine.model_runner import ModelRunner
@@ -21,7 +22,7 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.acceptance import accept_or_recover, find_ending, num_accepted
 from cacheprobe.ops.kernel_set import KernelSet
-from cacheprobe.ops.sampling import choose_token, lowest_argmax, sample_token, target_probs, two_largest
+from cacheprobe.ops.sampling import choose_token, lowest_argmax, sample_token, target_probs, top_two, two_largest
 
 
 class Choice(NamedTuple):
@@ -63,14 +64,16 @@ def choose_next(
 
 def top_choices(model: CachedLM, logits: Float[Tensor, "n v"]) -> Sequence[Choice | None]:
     """Returns the Choice of the most likely token, of equal ones the lowest id, for each row of logits [n, v], in one
-    pass over the vocabulary; Nones if the model has no compiled loops.
+    pass over the vocabulary; Nones for logits on the CPU if the model has no compiled loops.
 
     The bits of a row depend on that row alone. The logits must be finite numbers.
     Twin: `describe` of the first token id of the largest logit; ids and margins ==, log-probabilities close(1e-5).
     """
+    if logits.device.type != "cpu":
+        return [Choice(int(token_id), nats, margin) for token_id, nats, margin in top_two(logits).tolist()]
     operations = getattr(model, "operations", None)  # only some kinds of model have compiled loops
     readout = operations.readout if operations else getattr(model, "logits_readout", None)
-    if readout is None or isinstance(operations, KernelSet):  # its given logits are read by torch
+    if readout is None or isinstance(operations, KernelSet):  # given logits are read by torch
         return [None] * len(logits)
     found = readout.of_logits(logits, torch.full((len(logits),), -1), 2)
     largest = logits.gather(1, found.top_token_ids).double()
@@ -166,16 +169,29 @@ class Committer:
 
     # -- choosing
 
-    def top_choices(self, a_pass: Pass, out: Tensor) -> list[Sequence[Choice | None]]:
-        """Returns the `top_choices` of the tokens that each entry fed, from the logits [b, t, v] of the pass just run.
+    def read(self, a_pass: Pass, out: Tensor) -> list[tuple[Tensor, list[Choice | None]]]:
+        """Returns for each entry, of the tokens that it fed: their logits [t, v], for the functions that choose, and
+        their `top_choices`. out: [b, t, v], of the pass just run.
 
         Raises: EngineError if memory runs out."""
         with self.runner.out_of_memory_named(a_pass, "read"):
-            width, of_entries = out.shape[1], zip(a_pass.entries, a_pass.batch_index, strict=True)
-            fed = [b * width + t for entry, b in of_entries for t in range(len(entry.token_ids))]
+            width, counts = out.shape[1], [len(entry.token_ids) for entry in a_pass.entries]
+            fed = [b * width + t for b, count in zip(a_pass.batch_index, counts, strict=True) for t in range(count)]
             logits = out.flatten(0, 1)  # a view
-            found = iter(top_choices(self.runner.model, logits if fed == [*range(len(logits))] else logits[fed]))
-        return [list(islice(found, len(entry.token_ids))) for entry in a_pass.entries]
+            if fed != [*range(len(logits))]:
+                logits = logits[upload(logits.device, [torch.tensor(fed)])[0]]
+            rows, choices = self.read_rows([entry.state for entry in a_pass.entries], logits)
+        found = iter(choices)
+        return [(own, list(islice(found, len(own)))) for own in rows.split(counts)]
+
+    def read_rows(self, states: Sequence[SequenceState], logits: Tensor) -> tuple[Tensor, Sequence[Choice | None]]:
+        """Returns (logits [n, v] of these requests, for the functions that choose; the `top_choices` of all). A GPU's
+        logits are copied to the host if a request samples."""
+        is_read_by_best = all(
+            state.sampling.is_plain and state.sampling.is_greedy and not state.request.forced_token_ids
+            for state in states
+        )
+        return logits if is_read_by_best else logits.cpu(), top_choices(self.runner.model, logits)
 
     def choose(
         self,
@@ -215,7 +231,6 @@ class Committer:
         top_choice: for each token that the request fed, the Choice of its largest logit; None if the model has no
         compiled loops."""
         state, draft, start = entry.state, tuple(entry.state.draft), entry.start + 1
-        logits = logits[: len(entry.token_ids)]
         acceptance = "equality" if state.request.is_deterministic else self.config.acceptance
         with self._naming(state):
             targets, n = JUDGES[acceptance](state, logits, start, top_choice)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
@@ -54,24 +55,31 @@ class Prefill:
             a_pass = Pass(self.runner.cache, self.runner.next_step(), "prefill", entries, width, batch)
             a_pass.logit_slots, a_pass.is_without_pads = slots, is_without_pads
             out = self.runner.run(a_pass)
+            read = [(i, slot) for i, slot in enumerate(last) if slot is not None]
+            places = [(a_pass.batch_index[i], slot if slots is None else slots.index(slot)) for i, slot in read]
             # every choice before any commit: an error here leaves all requests as they were
-            chosen: list[int | None] = []
-            for entry, b, slot in zip(entries, a_pass.batch_index, last, strict=True):
-                if slot is None:
-                    chosen.append(None)
-                    continue
-                state = entry.state
-                state.prompt_logits = out[b, slot if slots is None else slots.index(slot)].clone()
-                chosen.append(self.committer.choose(state, state.prompt_logits, (), state.last_committed_position + 1))
+            chosen = self._choose([entries[i].state for i, _ in read], [out[place] for place in places])
             if is_without_pads and len(entries) > 1:
                 self.checker.note_batch([entry.state for entry in entries])
             committed = []
-            for entry, token_id in zip(entries, chosen, strict=True):
+            for entry in entries:
                 self.committer.mark_slots(entry.state, entry.start, entry.end, "prefill")
                 entry.state.num_prefilled = entry.end
-                if token_id is not None:
+                if (token_id := chosen.get(entry.state.request_id)) is not None:
                     committed.append((entry.state.request_id, self.committer.commit_plain(entry.state, token_id)))
             self.committer.report("prefill", [e.state for e in entries], committed=tuple(committed))
+
+    def _choose(self, states: Sequence[SequenceState], logits: Sequence[Tensor]) -> dict[int, int]:
+        """Returns the first token of each of these requests, by request id. logits: [v] of the last prompt token, which
+        are kept."""
+        if not states:
+            return {}
+        rows, choices = self.committer.read_rows(states, torch.stack(list(logits)))
+        chosen = {}
+        for state, row, best in zip(states, rows, choices, strict=True):
+            state.prompt_logits, position = row, state.last_committed_position + 1
+            chosen[state.request_id] = self.committer.choose(state, row, (), position, best)
+        return chosen
 
     def _begin(self, state: SequenceState) -> None:
         """Stores the prompt's length in the cache, and copies the request's KVSnapshot, if any, into its cache row."""

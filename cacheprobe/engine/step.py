@@ -66,11 +66,10 @@ class Engine:
         is_invariant = any(state.is_invariant for state in states)
         width, batch = (self._widths[0], len(entries)) if is_invariant else (1, None)
         a_pass = Pass(self.cache, self.runner.next_step(), "decode", entries, width, batch)
-        out = self.runner.run(a_pass)
-        choices = self.committer.top_choices(a_pass, out)
+        read = self.committer.read(a_pass, self.runner.run(a_pass))
         self._mark_newest(entries)
-        of_states = zip(states, out[:, 0], choices, strict=True)
-        chosen = [(self.choose(state, row, top_choice=best),) for state, row, (best,) in of_states]
+        of_states = zip(states, read, strict=True)
+        chosen = [(self._choose(state, row, (), best),) for state, ((row,), (best,)) in of_states]
         self._take(states, [self._clip(state, token_ids) for state, token_ids in zip(states, chosen, strict=True)])
         if self._lengths is not None:
             self._lengths.note_decoded(states)
@@ -134,10 +133,16 @@ class Engine:
             self.committer.mark_slots(entry.state, entry.start, entry.end, provenance)
 
     def choose(
-        self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = (), top_choice: Choice | None = None
-    ) -> int:
-        """Returns the token id that a request chooses from logits [v], after its draft and the tokens `drafted`.
-        top_choice: of these logits, if known."""
+        self, states: Sequence[SequenceState], logits: Tensor, drafted: Sequence[Sequence[int]] | None = None
+    ) -> list[int]:
+        """Returns the token id that each request chooses from its row of logits [b, v], after its draft and its
+        sequence in `drafted`."""
+        texts = [()] * len(states) if drafted is None else drafted
+        read = zip(states, *self.committer.read_rows(states, logits), texts, strict=True)
+        return [self._choose(state, row, text, best) for state, row, best, text in read]
+
+    def _choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], top_choice: Choice | None) -> int:
+        """Returns the token id that a request chooses from logits [v]. top_choice: of these logits, if known."""
         drafted = [*state.draft, *drafted]
         position = state.last_committed_position + len(drafted) + 1
         is_drawn = self.config.acceptance == "rejection" and state.is_verified and not state.request.is_deterministic
@@ -161,14 +166,13 @@ class Engine:
         width = next(width for width in self._widths if width >= longest)
         batch = len(entries) if self.config.is_invariant else self.config.group
         a_pass = Pass(self.cache, self.runner.next_step(), "verify", entries, width, batch)
-        out = self.runner.run(a_pass)
+        read = self.committer.read(a_pass, self.runner.run(a_pass))
         verdicts, fill_ins = [], []
-        choices = self.committer.top_choices(a_pass, out)
-        for entry, b, best in zip(entries, a_pass.batch_index, choices, strict=True):
+        for entry, (logits, best) in zip(entries, read, strict=True):
             if entry.state.is_verified:
-                verdicts.append((entry.state, self.committer.verify_draft(entry, out[b], best)))
+                verdicts.append((entry.state, self.committer.verify_draft(entry, logits, best)))
             else:
-                token_id = self.committer.choose(entry.state, out[b, 0], (), entry.start + 1, best[0])
+                token_id = self.committer.choose(entry.state, logits[0], (), entry.start + 1, best[0])
                 fill_ins.append((entry.state, token_id))
         if self._lengths is not None:
             of_drafts = ((state, len(verdict.draft_token_ids), verdict.num_accepted) for state, verdict in verdicts)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from cacheprobe.core.devices import upload
 from cacheprobe.kvcache.cache import KVCache, StoreSlots
 from cacheprobe.kvcache.ledger import CacheIntegrityError
 from cacheprobe.kvcache.recurrent import memory_of
@@ -59,7 +60,10 @@ class PassAttention(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Holds where a forward writes and attends, as tensors on the device that computes a layer."""
+    """Holds what a forward feeds, and where it writes and attends, as tensors on the device that computes a layer."""
+
+    token_ids: Tensor
+    """[b, t]; empty if the StagedCache was given none."""
 
     rows: Tensor
     """[b]: the cache row of each batch index."""
@@ -105,9 +109,12 @@ class StagedCache:
         starts: Sequence[int],
         width: int,
         attention: PassAttention | None = None,
+        token_ids: Tensor | None = None,
     ) -> None:
-        """Checks the places. Raises: ValueError if a taken row occurs twice (except for the pass's duplicate), if there
-        are more or fewer starts than rows, or if positions leave the capacity."""
+        """Checks the places. token_ids: [b, t], if `placed` is to give them.
+
+        Raises: ValueError if a taken row occurs twice (except for the pass's duplicate), if there are more or fewer
+        starts than rows, or if positions leave the capacity."""
         self.cache, self.keys, self.values = cache, cache.keys, cache.values
         num_slots, self.spans, self.duplicate = attention or PassAttention()
         if self.spans is not None and num_slots is None:
@@ -128,9 +135,11 @@ class StagedCache:
         self.rows, self.starts = list(map(int, rows)), list(map(int, starts))
         self.positions = start[:, None] + torch.arange(width)
         """[b, t]: absolute position of each token."""
+        self._token_ids = torch.empty(0, dtype=torch.long) if token_ids is None else token_ids
         self._row_index = torch.tensor(self.rows, dtype=torch.long)[:, None]
-        is_run = self.rows == list(range(self.rows[0], self.rows[0] + len(self.rows)))
-        self._index = slice(self.rows[0], self.rows[0] + len(self.rows)) if is_run else self._row_index[:, 0]
+        run = range(self.rows[0], self.rows[0] + len(self.rows))
+        self._run = slice(run.start, run.stop) if self.rows == [*run] else None
+        """The rows, if their numbers follow each other."""
         self._placed: dict[torch.device, Placed] = {}
         self._masks: list[tuple[Tensor, Tensor]] = []  # (mask that the model uses, mask without hidden heads)
 
@@ -140,13 +149,13 @@ class StagedCache:
         return not isinstance(self.cache, SharedPrefix)
 
     def placed(self, device: torch.device) -> Placed:
-        """Returns rows and positions as a Placed on `device`. The tensors are made once for each forward."""
+        """Returns tokens, rows and positions as a Placed on `device`, in one copy for each forward."""
         if device not in self._placed:
             rows, starts = self._row_index[:, 0], torch.tensor(self.starts)
             written = rows.clone()
             if self.duplicate is not None:
                 written[self.duplicate.copy] = -1
-            self._placed[device] = Placed(*(t.to(device) for t in (rows, written, starts, self.positions)))
+            self._placed[device] = Placed(*upload(device, (self._token_ids, rows, written, starts, self.positions)))
         return self._placed[device]
 
     # -- keys and values
@@ -160,7 +169,8 @@ class StagedCache:
             keys, values = (torch.cat(pair, dim=2) for pair in zip(shared, (k, v), strict=True))
             return keys, values
         self.store(layer, k, v)
-        keys, values = (tensor[:, :, : self.span][self._index] for tensor in held)
+        index = self._run or self.placed(held[0].device).rows
+        keys, values = (tensor[:, :, : self.span][index] for tensor in held)
         return keys, values
 
     def store(
@@ -195,7 +205,8 @@ class StagedCache:
                 keys[row, :, start : start + width] = k[b]
                 values[row, :, start : start + width] = v[b]
         else:
-            places = self._row_index[:count], slice(None), self.positions[:count]
+            placed = self.placed(keys.device)
+            places = placed.rows[:count, None], slice(None), placed.positions[:count]
             keys[places] = k[:count].transpose(1, 2)
             values[places] = v[:count].transpose(1, 2)
 
@@ -229,14 +240,15 @@ class StagedCache:
         Slots that cache surgery hides are masked for all later tokens. The mask is additive, never boolean: Hugging
         Face's eager attention would add a boolean mask to the scores, without an error.
         """
-        slots, positions = torch.arange(self.span), self.positions[..., None]
+        device = torch.device(device)
+        slots, positions = torch.arange(self.span, device=device), self.placed(device).positions[..., None]
         hidden = slots > positions
         if window is not None:
             hidden |= slots <= positions - window
         if bool((edited_out := self.cache.hidden[self._row_index[:, 0], : self.span]).any()):
-            hidden |= edited_out[:, None] & (slots != positions)
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
-        return mask[:, None].to(device)
+            hidden |= edited_out.to(device)[:, None] & (slots != positions)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
 
     def mask_by_layer(self, mask: Tensor, num_heads: int) -> Tensor:
         """Returns the mask [b, 1, t, s] unchanged; or, if slots of the rows are hidden in single layers or heads, a

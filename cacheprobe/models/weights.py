@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ import xxhash
 from torch import Tensor, nn
 
 from cacheprobe.core.config import DTYPES
+from cacheprobe.core.devices import Download
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.quantised.packed import dense_weight, packed_modules
@@ -166,22 +168,25 @@ def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None
     has_bytes_here: True hashes the bytes themselves; False hashes sums of the bytes, computed on the weight's device.
     Default: True for weights on the CPU.
     """
-    digest = xxhash.xxh3_128()
-    for name, weight in named:
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+    digest, parts = xxhash.xxh3_128(), list[tuple[Tensor, ...]]()
+    for _, weight in named:
         flat = weight.detach().contiguous().view(-1).view(torch.uint8)
         hashes_bytes = flat.device.type == "cpu" if has_bytes_here is None else has_bytes_here
-        for part in [flat] if hashes_bytes else _sums(flat):
-            digest.update(part.cpu().view(torch.uint8).numpy().data.cast("B"))
+        parts.append((flat,) if hashes_bytes else _sums(flat))
+    arrived = iter(Download([part for of in parts for part in of]).tensors())
+    for (name, weight), of in zip(named, parts, strict=True):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        for part in islice(arrived, len(of)):
+            digest.update(part.numpy().data.cast("B"))
     return digest.hexdigest()
 
 
-def _sums(flat: Tensor) -> Iterator[Tensor]:
-    """Yields three tensors from the bytes of a weight: sums of 8-byte words along rows of 512 words, sums along
+def _sums(flat: Tensor) -> tuple[Tensor, ...]:
+    """Returns three tensors of bytes from those of a weight: sums of 8-byte words along rows of 512 words, sums along
     columns, and the remaining bytes."""
     in_rows = len(flat) // 4096 * 4096  # bytes in whole rows of 512 words
     words = flat[:in_rows].view(torch.int64).view(-1, 512)
-    yield from (words.sum(1), words.sum(0), flat[in_rows:])
+    return words.sum(1).view(torch.uint8), words.sum(0).view(torch.uint8), flat[in_rows:]
 
 
 def sha256_of(named: Sequence[tuple[str, Tensor]]) -> str:

@@ -5,6 +5,7 @@ Log-weights are computed in float64 by NumPy, because NumPy's sums, unlike torch
 threads.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -145,6 +146,28 @@ def two_largest(values: Float[Tensor, "v"]) -> tuple[float, float]:
     first = int(array.argmax())
     maxima_around = [part.max() for part in (array[:first], array[first + 1 :]) if len(part)]
     return float(array[first]), float(max(maxima_around))
+
+
+_UNIT_BITS = 42
+"""Sums of probabilities are counted in units of 2^-42: of up to 2^20 tokens, each at most 1, they fit 64 bits."""
+
+
+def top_two(logits: Float[Tensor, "n v"]) -> Float64[Tensor, "n 3"]:
+    """Returns for each row of logits: the lowest id of the largest one, its log-probability in nats, and how many nats
+    the second one is below it.
+
+    For a GPU, which adds numbers in an order that depends on the number of rows. Whole numbers are added here, so that
+    the bits of a row depend on that row alone.
+    Twin: engine.committer.describe of the row on the CPU: ids and margins ==, log-probabilities close(1e-5).
+    """
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    values = logits if logits.dtype == torch.float64 else logits.float()
+    largest = values.amax(-1, keepdim=True)
+    first = torch.where(values == largest, ids, len(ids)).amin(-1, keepdim=True)
+    second = values.masked_fill(ids == first, -torch.inf).amax(-1)
+    units = (values - largest).exp_().mul_(2.0**_UNIT_BITS).long().sum(-1)
+    nats = _UNIT_BITS * math.log(2) - units.double().log()
+    return torch.stack((first[:, 0].double(), nats, largest[:, 0].double() - second), -1)
 
 
 def _as_numpy(values: Tensor) -> np.ndarray:

@@ -30,13 +30,12 @@ class Check:
     worst: float = 0.0
     """Largest error as a fraction of the tolerance: at most 1."""
 
-    def add(self, error: Tensor, allowed: Tensor, step: int) -> None:
-        """Adds the errors of one pass to this self-check, each compared with its allowed error (tensors of one shape).
+    def add(self, largest: list[Tensor], step: int) -> None:
+        """Adds errors of one pass to this self-check: largest ones, as fractions of the allowed ones.
 
         Raises: CaptureError for an error above the allowed one, and for NaN.
         """
-        fraction = torch.where(error == 0, 0.0, error / allowed)
-        worst = float(fraction.max()) if fraction.numel() else 0.0
+        worst = float(torch.stack(largest).max()) if largest else 0.0
         if worst != worst:
             raise CaptureError(
                 f"step {step}: the model's states hold NaN or infinity; load it in float32 or check its weights"
@@ -55,16 +54,13 @@ def residual_check(dtype: torch.dtype) -> Check:
     return Check("resid_post = resid_pre + T + C", _name(dtype), tolerance)
 
 
-def check_residual(
-    check: Check, pre: Tensor, attn: Tensor, mlp: Tensor, post: Tensor, step: int, form: BlockSum = _PLAIN_SUM
-) -> None:
-    """Checks that `post` equals pre + attn + mlp, elementwise, in the model's dtype, up to rounding; with pre times the
-    scale of `form`. Adds the errors to `check`.
+def residual_errors(pre: Tensor, attn: Tensor, mlp: Tensor, post: Tensor, form: BlockSum = _PLAIN_SUM) -> Tensor:
+    """Returns how much `post` differs from pre + attn + mlp, elementwise, in the model's dtype, as a fraction of what
+    rounding may do; with pre times the scale of `form`.
 
     Each of the two additions rounds once, and architectures add in different orders. Two orders differ by at most 2 eps
     of the terms' magnitudes; 4 eps allow for fused additions, or for a scale of the whole sum. If `mlp` is a sum of
     several parts, these may cancel in single numbers, so the largest magnitude of a row of `mlp` is added for each.
-    Raises: CaptureError for a larger difference, and for NaN.
     """
     pre = pre if form.scale == 1 else form.scale * pre
     eps = torch.finfo(post.dtype).eps
@@ -73,8 +69,7 @@ def check_residual(
     if form.mlp_parts > 1:
         magnitude.add_(mlp.abs().amax(-1, keepdim=True))
     error = (post.to(wide) - (pre + attn + mlp)).abs_()
-    check.num_rows += post.reshape(-1, post.shape[-1]).shape[0]
-    check.add(error, magnitude.clamp_(min=torch.finfo(torch.float32).tiny).mul_(4 * eps), step)
+    return _fraction(error, magnitude.clamp_(min=torch.finfo(torch.float32).tiny).mul_(4 * eps))
 
 
 def check_blocks(
@@ -84,16 +79,21 @@ def check_blocks(
     unchanged: Mapping[int, Sequence[int]],
     step: int,
 ) -> None:
-    """Calls `check_residual` for each layer of a pass.
+    """Checks that S = input + T + C in each layer of a pass, and adds the errors to `check`.
 
     watched: states [r, m] by (site, layer); the input of a layer without site pre is S of the layer below.  forms: of
     each layer.  unchanged: layer -> which of its rows to check, if not all.
+    Raises: CaptureError for a difference that rounding does not make, and for NaN.
     """
+    largest: list[Tensor] = []
     for layer, form in enumerate(forms):
         below = ("pre", layer) if ("pre", layer) in watched else ("S", layer - 1)
         rows = unchanged.get(layer, slice(None))
         parts = (watched[place][rows] for place in (below, *((site, layer) for site in "TCS")))
-        check_residual(check, *parts, step=step, form=form)
+        errors = residual_errors(*parts, form=form)
+        check.num_rows += len(errors)
+        largest += [errors.max()] if errors.numel() else []
+    check.add(largest, step)
 
 
 def lens_check(dtype: torch.dtype) -> Check:
@@ -114,7 +114,11 @@ def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) ->
     scale = model_logits.abs().amax(-1).to(wide)
     error = (logits.to(wide) - model_logits).abs_().amax(-1)
     check.num_rows += len(logits)
-    check.add(error, _lens_rtol(logits.dtype) * scale, step)
+    check.add([_fraction(error, _lens_rtol(logits.dtype) * scale).max()], step)
+
+
+def _fraction(error: Tensor, allowed: Tensor) -> Tensor:
+    return torch.where(error == 0, 0.0, error / allowed)
 
 
 def _lens_rtol(dtype: torch.dtype) -> float:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _ROOT = f"{Path(__file__).parents[2]}/"
 _NOT_OURS = ("/site-packages/", "/tests/device/", "/lib/python", "<")
@@ -38,6 +39,9 @@ class Gpu:
         """Phase -> how often it began."""
         self.refused: list[str] = []
         """Errors that a GPU would raise, also those that the tested code caught."""
+        self._on_their_way: list[tuple[Tensor, Tensor]] = []
+        self.num_begun = 0
+        """Number of copies to the host that have begun."""
         self.waits_are_errors: Callable[[str, str], bool] = lambda kind, at: False
         """Function (kind, place) that returns True if such a wait is to raise an error."""
         self.memory_ends_at: int | None = None
@@ -49,6 +53,18 @@ class Gpu:
         self.waits[self.phase, kind, at] += 1
         if self.waits_are_errors(kind, at):
             raise RuntimeError(f"the host waits for the device: {kind} at {at}")
+
+    def begin_copy(self, target: Tensor, values: Tensor) -> None:
+        """Begins a copy to the host, whose memory holds NaN, or the largest number, until the copy has arrived."""
+        self._on_their_way.append((target, values.clone()))
+        self.num_begun += 1
+        target.fill_(torch.nan if target.is_floating_point() else torch.iinfo(target.dtype).max)
+
+    def arrive(self, number: int) -> None:
+        """Ends the copies that began before number `number`."""
+        while self._on_their_way and self.num_begun - len(self._on_their_way) < number:
+            target, values = self._on_their_way.pop(0)
+            target.copy_(values)
 
     def launched(self, operation: str) -> None:
         """Counts a launch. Raises: torch.OutOfMemoryError if it is the one that finds no memory."""

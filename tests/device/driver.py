@@ -15,6 +15,8 @@ from unittest import mock
 
 import torch
 
+from tests.device.counts import Gpu
+
 NUM_DEVICES = 2
 _CUDA = 1  # of c10::DeviceType
 _NUM_METHODS = 40
@@ -87,15 +89,17 @@ def _an_accelerator() -> Iterator[None]:
 
 
 class Event:
-    """Stands for an event that has happened."""
+    """Stands for an event, and for the one stream."""
 
-    def __init__(self, waited: Callable[[str], None] = lambda kind: None, **_: object) -> None:
-        self._waited = waited
+    def __init__(self, gpu: Gpu, **_: object) -> None:
+        self._gpu, self._number = gpu, gpu.num_begun
 
-    def record(self, *_: object) -> None: ...
+    def record(self, *_: object) -> None:
+        """Takes the place after all that has begun."""
+        self._number = self._gpu.num_begun
 
-    def query(self) -> bool:
-        return True
+    def record_event(self, *_: object) -> "Event":
+        return Event(self._gpu)
 
     def wait(self, *_: object) -> None:
         """Makes a stream wait, not the host."""
@@ -103,26 +107,26 @@ class Event:
     wait_event = wait_stream = wait
 
     def synchronize(self) -> None:
-        self._waited("synchronize")
+        """Lets the host wait until the copies before it have arrived."""
+        self._gpu.waited("synchronize")
+        self._gpu.arrive(self._number)
 
 
 @contextmanager
-def answering_cuda(
-    waited: Callable[[str], None], num_devices: int, capability: tuple[int, int], num_bytes: int
-) -> Iterator[None]:
-    """Makes `torch.cuda` speak of `num_devices` GPUs inside the `with`. waited: is called when the host waits."""
+def answering_cuda(gpu: Gpu, num_devices: int, capability: tuple[int, int], num_bytes: int) -> Iterator[None]:
+    """Makes `torch.cuda` speak of `num_devices` GPUs inside the `with`. gpu: counts, and holds copies."""
     name = "Pretend GPU"
     facts = SimpleNamespace(
         name=name, major=capability[0], minor=capability[1], total_memory=num_bytes, multi_processor_count=132
     )
-    event = lambda *_, **__: Event(waited)  # noqa: E731
+    event = lambda *_, **__: Event(gpu)  # noqa: E731
     answers: dict[str, Any] = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
         "device_count": lambda: num_devices, "current_device": lambda: 0, "set_device": lambda *_: None,
         "get_device_name": lambda *_: name, "get_device_capability": lambda *_: capability,
         "get_device_properties": lambda *_: facts, "mem_get_info": lambda *_: (num_bytes, num_bytes),
         "memory_reserved": lambda *_: 0, "memory_allocated": lambda *_: 0, "empty_cache": lambda: None,
-        "synchronize": lambda *_: waited("synchronize"), "is_bf16_supported": lambda *_, **__: True,
+        "synchronize": lambda *_: Event(gpu).synchronize(), "is_bf16_supported": lambda *_, **__: True,
         "Event": event, "Stream": event, "current_stream": event, "stream": nullcontext, "device": nullcontext,
     }  # fmt: skip
     with ExitStack() as stack:

@@ -10,7 +10,9 @@ Each tensor is a `GpuTensor` around the CPU tensor that holds its numbers. torch
 itself what it refuses there. Each operation reaches `__torch_dispatch__`, which refuses tensors of two devices, counts
 waits and launches, and computes with the held tensors; views and writes alias as these do.
 
-Not seen: bits of CUDA kernels, streams and events (a `non_blocking` copy that is read too early), memory, Triton's
+A `non_blocking` copy to the host arrives when the host waits for an event after it; until then the host reads NaN.
+
+Not seen: bits of CUDA kernels, streams, memory, Triton's
 compiler, and shapes or dtypes that only CUDA refuses. `.resize_()` and its like are not followed. After the `with` all
 is undone but the idle guard of `driver.set_guard`.
 """
@@ -104,6 +106,9 @@ class GpuTensor(Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.held.untyped_storage()
 
+    def record_stream(self, *_: object) -> None:
+        """Memory is freed when nothing refers to it."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             copied = GpuTensor(self.held.clone(), self.device)
@@ -156,6 +161,9 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     device = _numbered(asked) if asked is not None else next(iter(wrappers.values())).device
     _count(func, name, args, kwargs, device)
     kwargs = {key: torch.device("cpu") if key == "device" else held(value) for key, value in kwargs.items()}
+    if name == "copy_" and device.type != "cpu" and args[0].device.type == "cpu" and _is_later(name, args, kwargs):
+        _gpu.begin_copy(args[0], held(args[1]))
+        return args[0]
     result = _on_cpu(func, name, held(args), kwargs)
     if name == "copy_":
         return args[0]
@@ -195,7 +203,7 @@ def _refuse_mixture(func: Any, name: str, given: list[tuple[int, Tensor]]) -> No
 def _count(func: Any, name: str, args: Any, kwargs: Any, device: torch.device) -> None:
     """Counts the waits and the launch of an operation."""
     if name in _COPIES:
-        is_later = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
+        is_later = _is_later(name, args, kwargs)
         target = args[0].device if name == "copy_" else device
         source = args[1].device if name == "copy_" else args[0].device
         if not is_later and "cpu" in (target.type, source.type):
@@ -213,6 +221,11 @@ def _count(func: Any, name: str, args: Any, kwargs: Any, device: torch.device) -
             _gpu.waited("upload")
     if not getattr(func, "is_view", False) and name not in _NO_LAUNCH:
         _gpu.launched(name)
+
+
+def _is_later(name: str, args: Any, kwargs: Any) -> bool:
+    """Returns True for a copy that the host does not wait for."""
+    return bool(kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2]))
 
 
 def _numbered(device: Any) -> torch.device:
@@ -261,7 +274,7 @@ def pretending(num_devices: int = 1, capability: tuple[int, int] = (9, 0), num_b
     try:
         _register_factories(library)
         torch.__future__.set_swap_module_params_on_conversion(True)  # so that Module.to keeps shared weights shared
-        with answering_cuda(gpu.waited, num_devices, capability, num_bytes):
+        with answering_cuda(gpu, num_devices, capability, num_bytes):
             yield gpu
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)

@@ -73,15 +73,15 @@ def test_another_place_or_number_is_refused() -> None:
 
 def test_a_failed_pass_leaves_no_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a pass whose rows were recorded before its step failed: the requests are tried again, one by one."""
-    top_choices, calls = Committer.top_choices, iter(range(10**6))
+    read, calls = Committer.read, iter(range(10**6))
 
     def fails_once(committer: Committer, *given: Any) -> Any:
         if next(calls) == 2:
             raise EngineError("planted")
-        return top_choices(committer, *given)
+        return read(committer, *given)
 
     mine, whole = random_dictionary(), recorded(random_dictionary(), sites="S")
-    monkeypatch.setattr(Committer, "top_choices", fails_once)
+    monkeypatch.setattr(Committer, "read", fails_once)
     trace = recorded(mine, sites="S")
     assert trace.events().step.max() > whole.events().step.max() and set(trace.meta["finish"].values()) == {"length"}
     assert trace.features().equals(trace.features(mine, top=4)), "features of another row"

@@ -41,9 +41,11 @@ class Context:
     def feed_newest(self, states, num_layers=None):
         raise AssertionError("this drafter has no use for the main model")
 
-    def choose(self, state: SequenceState, logits: torch.Tensor, drafted: tuple[int, ...] = ()) -> int:
-        text = [*state.token_ids, *state.draft, *drafted]
-        return choose_token(logits, state.sampling, text, len(text))
+    def choose(self, states, logits, drafted):
+        texts = [[*state.token_ids, *state.draft, *own] for state, own in zip(states, drafted, strict=True)]
+        return [
+            choose_token(row, s.sampling, text, len(text)) for s, row, text in zip(states, logits, texts, strict=True)
+        ]
 
 
 @cache

@@ -114,7 +114,7 @@ def test_a_drafter_may_run_passes_and_choose_tokens() -> None:
         def extend(self, context: Any, states: Sequence[Any]) -> Any:
             context.model.bridge.forward(torch.tensor([[1, 2]]))
             logits = context.feed_newest(states)
-            return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]
+            return [[token_id] for token_id in context.choose(states, logits)]
 
     trace, want = (
         cp.run(loaded(), PROMPTS, **RUN, deterministic=True, drafter=drafter, path="bridge")

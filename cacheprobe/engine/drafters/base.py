@@ -55,10 +55,13 @@ class DraftContext(Protocol):
         """
         ...
 
-    def choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int] = ()) -> int:
-        """Returns the token id that a request would choose next from logits [v], by its own sampling settings.
+    def choose(
+        self, states: Sequence[SequenceState], logits: Tensor, drafted: Sequence[Sequence[int]] | None = None
+    ) -> list[int]:
+        """Returns the token id that each request would choose next from its row of logits [b, v], by its own sampling
+        settings.
 
-        drafted: draft tokens of the same `extend` call that come before this one.
+        drafted: for each request, the draft tokens of the same `extend` call that come before this one.
         The sampling noise is the verifier's own, so that both choose alike. With acceptance="rejection" it is another
         noise, for verified requests that are neither deterministic nor greedy.
         """

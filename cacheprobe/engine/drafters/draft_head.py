@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cacheprobe.core.devices import upload
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import Json
@@ -108,17 +109,18 @@ class DraftHead(Drafter):
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """Returns a list of up to `length` draft tokens for each request; [] if the request already has a draft."""
-        proposals: dict[int, list[int]] = {number: [] for number in range(len(states))}
-        numbers = [number for number, state in enumerate(states) if not state.draft]
-        if not numbers:
+        proposals: dict[SequenceState, list[int]] = {state: [] for state in states}
+        drafting = [state for state in states if not state.draft]
+        if not drafting:
             return list(proposals.values())
-        model, drafting = context.model, [states[number] for number in numbers]
+        model, drafted = context.model, [proposals[state] for state in drafting]
         residual = context.feed_newest(drafting, num_layers=model.n_layers)
         for _ in range(self.length):
             logits = model.read_out(residual)
-            for number, row in zip(numbers, logits, strict=True):
-                proposals[number].append(context.choose(states[number], row, tuple(proposals[number])))
-            newest = torch.tensor([proposals[number][-1] for number in numbers], device=residual.device)
+            chosen = context.choose(drafting, logits, drafted)
+            for own, token_id in zip(drafted, chosen, strict=True):
+                own.append(token_id)
+            (newest,) = upload(residual.device, [torch.tensor(chosen)])
             weights = {name: weight.to(residual.device) for name, weight in self.weights.items()}
             residual = next_states(weights, residual.float(), model.unembedding[newest].float()).to(model.dtype)
         return list(proposals.values())

@@ -54,7 +54,7 @@ class EarlyExit(Drafter):
         residual = context.feed_newest(states, num_layers=self.layer + 1)
         layers = torch.full((len(states),), self.layer, device=residual.device)
         logits = self.lens.logits(context.model, residual, layers)
-        return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]
+        return [[token_id] for token_id in context.choose(states, logits)]
 
 
 @register("drafters", "fast_path")
@@ -72,5 +72,4 @@ class FastPath(Drafter):
 
     def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
         """Returns [[token id], ...]: for each request one draft token, from one decode pass of the whole model."""
-        logits = context.feed_newest(states)
-        return [[context.choose(state, row)] for state, row in zip(states, logits, strict=True)]
+        return [[token_id] for token_id in context.choose(states, context.feed_newest(states))]

@@ -113,9 +113,11 @@ class DraftModel(Drafter):
         drafting = [state for state in states if self._room(state) > 0 and max(state.token_ids) < known]
         while drafting:
             texts = {state: [*state.token_ids, *state.draft, *proposals[state]] for state in drafting}
-            for state, logits in self._reader.next_logits(texts).items():
-                logits = pad(logits, (0, size - known), value=-torch.inf)  # cuts what the verified model lacks
-                proposals[state].append(context.choose(state, logits, tuple(proposals[state])))
+            # cuts what the verified model lacks
+            logits = pad(self._reader.next_logits(texts), (0, size - known), value=-torch.inf)
+            chosen = context.choose(drafting, logits, [proposals[state] for state in drafting])
+            for state, token_id in zip(drafting, chosen, strict=True):
+                proposals[state].append(token_id)
             drafting = [
                 state
                 for state in drafting
@@ -146,9 +148,9 @@ class _Reader:
         """Frees a request's row in the draft model's cache."""
         self.fed.pop(state, None)
 
-    def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Float[Tensor, "v"]]:
-        """Returns a dict: request -> the draft model's logits [v] after the last token of its text. Feeds the tokens
-        that the request's cache row does not hold yet."""
+    def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> Float[Tensor, "b v"]:
+        """Returns the draft model's logits after the last token of each text. Feeds the tokens that the request's cache
+        row does not hold yet."""
         self._make_room(texts)
         for state, text in texts.items():
             fed = self.fed[state].token_ids
@@ -159,7 +161,7 @@ class _Reader:
         while unfinished:
             logits |= self._feed({state: texts[state] for state in unfinished})
             unfinished = [state for state in unfinished if state not in logits]
-        return logits
+        return torch.stack([logits[state] for state in texts])
 
     def _feed(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Tensor]:
         """Runs one pass over the next tokens of each text, and returns a dict: request -> logits [v], for texts now fed

@@ -80,7 +80,7 @@ def forward_inputs(cache: StagedCache, config: LiveConfig, n_ctx: int) -> Forwar
     return {
         "attention_mask": attention_masks(config, cache, dtype, device),
         # pads may lie beyond the context; learned position tables have no row there
-        "position_ids": cache.positions.clamp(max=n_ctx - 1).to(device),
+        "position_ids": cache.placed(device).positions.clamp(max=n_ctx - 1),
     }
 
 

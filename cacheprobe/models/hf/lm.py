@@ -12,6 +12,7 @@ from itertools import starmap
 import torch
 from torch import Tensor, nn
 
+from cacheprobe.core.devices import upload
 from cacheprobe.core.hook_names import hook_name, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.cache import KVCache
@@ -72,8 +73,8 @@ class BaseLM(TokenText, ABC):
         """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
         after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
         with one_at_a_time(), torch.inference_mode():  # decorators would be two more frames of every pass
-            staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention)
-            return self._forward(token_ids.to(self.device), staged, num_layers, logit_slots)
+            staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention, token_ids)
+            return self._forward(staged.placed(self.device).token_ids, staged, num_layers, logit_slots)
 
     @abstractmethod
     def _forward(
@@ -252,7 +253,7 @@ class HuggingFaceLM(BaseLM):
         for the tokens at these indices; {} if `logit_slots` is None or the model has no such argument."""
         if logit_slots is None or not self._can_choose_logits:
             return {}
-        return {"logits_to_keep": torch.tensor(list(logit_slots), device=self.device)}
+        return {"logits_to_keep": upload(self.device, [torch.tensor(logit_slots)])[0]}
 
     @cached_property
     def _can_choose_logits(self) -> bool:

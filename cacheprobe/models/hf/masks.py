@@ -26,14 +26,14 @@ def attention_masks(
     unchanged and adds no window, so a plain causal mask would be wrong beyond the window, without an error.
     Twin: transformers' own masks in an uncached forward; models.checks compares the logits at load.
     """
-    config = text_config(config)
+    config, device = text_config(config), torch.device(device)
     heads = int(getattr(config, "num_attention_heads", 0))
     plain = cache.mask(dtype, device)
     full = cache.mask_by_layer(plain, heads)
     chunk = chunk_size(config)
     if chunk is not None:
-        slots = torch.arange(cache.span)
-        other = (slots // chunk != cache.positions[..., None] // chunk)[:, None].to(device)
+        slots, positions = torch.arange(cache.span, device=device), cache.placed(device).positions
+        other = (slots // chunk != positions[..., None] // chunk)[:, None]
         chunked = plain.masked_fill(other, torch.finfo(dtype).min)
         return {"full_attention": full, "chunked_attention": cache.mask_by_layer(chunked, heads)}
     window = sliding_window(config)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.config import CaptureConfig, TokenRow
+from cacheprobe.core.devices import Download
 from cacheprobe.core.hook_names import PATTERN, RECURRENT, ROUTER
 from cacheprobe.core.records import ObserverError, RowSlot
 from cacheprobe.core.values import is_flag
@@ -60,13 +61,16 @@ class PassStates:
     positions: Tensor
     """[n] absolute positions of the rows."""
     states: dict[str, Tensor]
-    """By site: [layers, n, m], or as from `encode`. NaN for a layer that did not run."""
+    """By site: [layers, n, m], or as from `encode`. NaN for a layer that did not run. On the model's device until
+    `settle`."""
     is_int8: bool
     """Whether states are rounded to int8, of heads with one scale for each head."""
     heads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """Activations of attention heads by (site, layer), of the layers that ran: [n, h, d]; a pattern is flat."""
     rows: list[RowRecord] = field(default_factory=list)
     """The n rows; [] before the pass has ended."""
+    arriving: Download | None = None
+    """States and activations of heads on their way to the host; None before the pass has ended, and after `settle`."""
 
     @property
     def num_bytes(self) -> int:
@@ -76,36 +80,51 @@ class PassStates:
     def size(self, site: str) -> int:
         """Returns the number of rows. At site "pattern", returns the number of their weights per head, p + 1 for a row
         at position p."""
-        return len(self.index) if site != PATTERN else int((self.positions + 1).sum())
+        return len(self.positions) if site != PATTERN else int((self.positions + 1).sum())
 
     def keep_heads(self, site: str, layer: int, value: Tensor) -> None:
-        """Copies the head activations of the rows, at one site and layer, to the CPU.
+        """Copies the head activations of the rows, at one site and layer.
 
         value: [b, t, h, d]; for routing, [b, t, k, 2]; for a pattern, [b, h, t, s] over all cache slots, of which
         only slots 0 to p are kept.
         """
         if site == PATTERN:
             width = value.shape[2]
-            weights = value[self.index // width, :, self.index % width]  # [n, h, s]
-            is_seen = torch.arange(value.shape[3], device=value.device) <= self.positions[:, None]
-            kept = weights.masked_select(is_seen[:, None])  # in order of row, then head
+            kept = self._seen(value[self.index // width, :, self.index % width])
         else:
             kept = value.flatten(0, 1)[self.index]
-        kept = kept.to("cpu", _dtype(site, self.dtype))
-        self.heads[site, layer] = encode(kept) if self.is_int8 and site not in _EXACT else kept
+        self.heads[site, layer] = kept.to(_dtype(site, self.dtype))
+
+    def _seen(self, weights: Tensor) -> Tensor:
+        """Returns the weights of slots 0 to p, in order of row, then head, of a pattern [n, h, s] on the CPU; another
+        one unchanged, because their number is not known on a GPU."""
+        if weights.device.type != "cpu":
+            return weights
+        return weights.masked_select((torch.arange(weights.shape[2]) <= self.positions[:, None])[:, None])
 
     def finish(self, rows: list[RowRecord]) -> None:
-        """Sets the rows after the pass. Moves their states to the CPU, rounded to int8 if they are to be."""
-        self.rows = rows
-        states = {site: block.cpu() for site, block in self.states.items()}
-        self.states = {site: encode(block) for site, block in states.items()} if self.is_int8 else states
+        """Sets the rows after the pass, and begins to move their states to the CPU."""
+        self.rows, self.positions = rows, torch.tensor([row.position for row in rows])
+        self.arriving = Download([*self.states.values(), *self.heads.values()])
+
+    def settle(self) -> None:
+        """Waits until the states are on the CPU, and rounds them to int8 if they are to be."""
+        if self.arriving is None:
+            return
+        arrived, self.arriving = iter(self.arriving.tensors()), None
+        self.states = {site: next(arrived) for site in self.states}
+        for (site, layer), kept in list(zip(self.heads, arrived, strict=True)):
+            self.heads[site, layer] = self._seen(kept) if site == PATTERN and kept.dim() == 3 else kept
+        if self.is_int8:
+            self.states = {site: encode(block) for site, block in self.states.items()}
+            self.heads |= {place: encode(kept) for place, kept in self.heads.items() if place[0] not in _EXACT}
 
     def part(self, chosen: Sequence[int]) -> "PassStates":
         """Returns a copy of the states of the rows at these indices."""
+        self.settle()
         index = torch.tensor(chosen, dtype=torch.long)
         part = replace(
             self,
-            index=self.index[index],
             positions=self.positions[index],
             states={site: block[:, index] for site, block in self.states.items()},
             heads={place: kept[index] for place, kept in self.heads.items() if place[0] != PATTERN},
@@ -113,7 +132,7 @@ class PassStates:
         )
         for place, kept in self.heads.items():
             if place[0] == PATTERN:
-                starts, _ = ragged_starts(self.positions.cpu(), len(kept))
+                starts, _ = ragged_starts(self.positions, len(kept))
                 part.heads[place] = torch.cat([kept[:0], *(kept[starts[i] : starts[i + 1]] for i in chosen)])
         return part
 
@@ -136,6 +155,7 @@ class KeptStates:
         self.shapes: dict[tuple[str, int], tuple[tuple[int, ...], int]] = {}
         """By (site, layer), from a pass that reached the layer: the shape of a row's activations of heads, and the
         number of heads of a pattern. Used where states are joined."""
+        self._newest: PassStates | None = None
         self._passes: list[PassStates] = []
         self._undecided: list[PassStates] = []
 
@@ -144,16 +164,17 @@ class KeptStates:
         """Bytes of the states that the next call of `take` takes."""
         return sum(one.num_bytes for one in self._passes)
 
-    def open(self, index: Tensor, positions: Sequence[int], width: int, device: torch.device) -> PassStates:
-        """Returns a new PassStates for the pass that begins, with the tensors that receive its states.
+    def open(self, index: Tensor, positions: Tensor, width: int) -> PassStates:
+        """Returns a new PassStates for the pass that begins, with the tensors that receive its states, on the device of
+        `index`.
 
         index: batch index x width of the pass + slot of each kept row, ascending.  positions: absolute positions of
-        these rows.  width: of the model.  device: of the tensors until the pass ends.
+        these rows, on the CPU.  width: of the model.
         """
         size = (len(self.layer_index), len(index), width)
         sites = self.config.state_sites
-        states = {site: torch.full(size, torch.nan, dtype=self.dtype, device=device) for site in sites}
-        return PassStates(self.dtype, index, torch.tensor(positions, device=index.device), states, self.is_int8)
+        states = {site: torch.full(size, torch.nan, dtype=self.dtype, device=index.device) for site in sites}
+        return PassStates(self.dtype, index, positions, states, self.is_int8)
 
     def take(self) -> dict[tuple[str, int], Tensor]:
         """Returns the states appended since the last call, and forgets them: a dict (site, layer) -> [n, m]; of heads
@@ -163,6 +184,8 @@ class KeptStates:
         heads is empty. Routing of a layer without experts is NaN, and so is the recurrent state of a layer without one.
         """
         passes, self._passes = self._passes, []
+        for one in passes:
+            one.settle()
         joined: dict[tuple[str, int], Tensor] = {}
         for site in self.config.state_sites:
             blocks = [one.states.pop(site) for one in passes]
@@ -200,7 +223,11 @@ class KeptStates:
         return torch.cat([absent(one) if tensor is None else tensor for one, tensor in by_pass])
 
     def add(self, taken: PassStates) -> None:
-        """Takes the states of a pass. Holds them until `apply_statuses` if `config.statuses` is set."""
+        """Takes the states of a pass. Holds them until `apply_statuses` if `config.statuses` is set. Those of the pass
+        before have arrived."""
+        if self._newest is not None:
+            self._newest.settle()
+        self._newest = taken
         if self.config.statuses is None:
             self._append(taken)
         else:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from cacheprobe.core.devices import upload
 from cacheprobe.core.hook_names import HEAD_SITES
 from cacheprobe.core.records import RowSlot
 from cacheprobe.trace.recording.kept_states import PassStates
@@ -42,7 +43,7 @@ class PassCapture:
         self.check_step = -(-len(rows) // _CHECKED_ROWS)
         """Distance between two rows of the self-check, in rows of the pass."""
         chosen = (flat[torch.tensor(kept)], flat[torch.tensor(lens_rows)], flat[:: self.check_step])
-        self.keep_index, self.lens_index, self.checked_index = (index.to(device) for index in chosen)
+        self.keep_index, self.lens_index, self.checked_index = upload(device, chosen)
         """[n] each: batch_index x width + slot of the rows to keep, to read through the lens, and to self-check."""
         self.states: PassStates | None = None
         """States of the kept rows; None without such a row."""
@@ -83,7 +84,7 @@ class PassCapture:
         """Copies the rows flat[index] to the tensor `out`."""
         if self.pack is not None:
             self.pack(flat[None], index, out)
-        elif flat.dtype == out.dtype and flat.device == out.device:
+        elif flat.dtype == out.dtype:
             torch.index_select(flat.detach(), 0, index, out=out)
         else:
             out.copy_(flat[index])

@@ -187,9 +187,8 @@ class Recorder(Observer, Source):
         now.pack = self._pack
         now.feature_place = self.features.place if self.features is not None and any(kept) else None
         if any(kept):
-            positions = [row.position for row, wanted in zip(rows, kept, strict=True) if wanted]
-            is_on_cpu = self._pack is None  # a kernel writes to its own device, from which all is copied at once
-            now.states = self.kept.open(now.keep_index, positions, width, torch.device("cpu") if is_on_cpu else device)
+            positions = torch.tensor([row.position for row, wanted in zip(rows, kept, strict=True) if wanted])
+            now.states = self.kept.open(now.keep_index, positions, width)
         if any(reads):
             size = (len(self.layers), len(now.lens_index), width)
             now.lens_block = torch.empty(size, dtype=self.model.dtype, device=device)
