@@ -9,7 +9,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
@@ -70,7 +70,7 @@ def top_choices(model: CachedLM, logits: Float[Tensor, "n v"]) -> Sequence[Choic
     Twin: `describe` of the first token id of the largest logit; ids and margins ==, log-probabilities close(1e-5).
     """
     if logits.device.type != "cpu":
-        return [Choice(int(token_id), nats, margin) for token_id, nats, margin in top_two(logits).tolist()]
+        return choices_in(top_two(logits).cpu())
     operations = getattr(model, "operations", None)  # only some kinds of model have compiled loops
     readout = operations.readout if operations else getattr(model, "logits_readout", None)
     if readout is None or isinstance(operations, KernelSet):  # given logits are read by torch
@@ -80,6 +80,11 @@ def top_choices(model: CachedLM, logits: Float[Tensor, "n v"]) -> Sequence[Choic
     margins = (largest[:, 0] - largest[:, 1]).tolist()
     ids, nats = found.top_token_ids[:, 0].tolist(), found.top_logprob_nats[:, 0].tolist()
     return [Choice(*parts) for parts in zip(ids, nats, margins, strict=True)]
+
+
+def choices_in(best: Float64[Tensor, "n 4"]) -> list[Choice]:
+    """Returns the Choice of each row of what `top_two` returned. best: on the CPU."""
+    return [Choice(int(token_id), nats, margin) for token_id, nats, margin, _ in best.tolist()]
 
 
 def describe(token_id: int, logits: Float[Tensor, "v"], top_choice: Choice | None = None) -> Choice:
@@ -178,20 +183,26 @@ class Committer:
             width, counts = out.shape[1], [len(entry.token_ids) for entry in a_pass.entries]
             fed = [b * width + t for b, count in zip(a_pass.batch_index, counts, strict=True) for t in range(count)]
             logits = out.flatten(0, 1)  # a view
+            best = a_pass.best
             if fed != [*range(len(logits))]:
-                logits = logits[upload(logits.device, [torch.tensor(fed)])[0]]
-            rows, choices = self.read_rows([entry.state for entry in a_pass.entries], logits)
+                index = torch.tensor(fed)
+                logits = logits[upload(logits.device, [index])[0]]
+                best = None if best is None else best[index]
+            rows, choices = self.read_rows([entry.state for entry in a_pass.entries], logits, best)
         found = iter(choices)
         return [(own, list(islice(found, len(own)))) for own in rows.split(counts)]
 
-    def read_rows(self, states: Sequence[SequenceState], logits: Tensor) -> tuple[Tensor, Sequence[Choice | None]]:
+    def read_rows(
+        self, states: Sequence[SequenceState], logits: Tensor, best: Tensor | None = None
+    ) -> tuple[Tensor, Sequence[Choice | None]]:
         """Returns (logits [n, v] of these requests, for the functions that choose; the `top_choices` of all). A GPU's
-        logits are copied to the host if a request samples."""
+        logits are copied to the host if a request samples. best: `top_two` of them, if they are known."""
         is_read_by_best = all(
             state.sampling.is_plain and state.sampling.is_greedy and not state.request.forced_token_ids
             for state in states
         )
-        return logits if is_read_by_best else logits.cpu(), top_choices(self.runner.model, logits)
+        choices = top_choices(self.runner.model, logits) if best is None else choices_in(best)
+        return logits if is_read_by_best else logits.cpu(), choices
 
     def choose(
         self,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from cacheprobe.core.records import EngineError as EngineError
 from cacheprobe.core.records import RowSlot
@@ -82,6 +83,10 @@ class Pass:
     """The last batch index, if it computes the tokens of another one again."""
     recomputed: int | None = None
     """Index in `entries` of the request that a pass of its own computes again; None for no request."""
+
+    best: Tensor | None = None
+    """After the pass, `top_two` of each row of its logits, on the CPU; None if the logits are on the CPU, or if it has
+    none."""
 
     def __post_init__(self) -> None:
         size = len(self.entries) if self.batch is None else self.batch

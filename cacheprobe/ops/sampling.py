@@ -152,9 +152,9 @@ _UNIT_BITS = 42
 """Sums of probabilities are counted in units of 2^-42: of up to 2^20 tokens, each at most 1, they fit 64 bits."""
 
 
-def top_two(logits: Float[Tensor, "n v"]) -> Float64[Tensor, "n 3"]:
-    """Returns for each row of logits: the lowest id of the largest one, its log-probability in nats, and how many nats
-    the second one is below it.
+def top_two(logits: Float[Tensor, "n v"]) -> Float64[Tensor, "n 4"]:
+    """Returns for each row of logits: the lowest id of the largest one, its log-probability in nats, how many nats the
+    second one is below it, and the largest one itself. If that is NaN or infinite, the others mean nothing.
 
     For a GPU, which adds numbers in an order that depends on the number of rows. Whole numbers are added here, so that
     the bits of a row depend on that row alone.
@@ -167,7 +167,8 @@ def top_two(logits: Float[Tensor, "n v"]) -> Float64[Tensor, "n 3"]:
     second = values.masked_fill(ids == first, -torch.inf).amax(-1)
     units = (values - largest).exp_().mul_(2.0**_UNIT_BITS).long().sum(-1)
     nats = _UNIT_BITS * math.log(2) - units.double().log()
-    return torch.stack((first[:, 0].double(), nats, largest[:, 0].double() - second), -1)
+    best = largest[:, 0].double()
+    return torch.stack((first[:, 0].double(), nats, best - second, best), -1)
 
 
 def _as_numpy(values: Tensor) -> np.ndarray:

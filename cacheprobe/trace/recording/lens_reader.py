@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cacheprobe.core.devices import Download, upload
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bits, bitwise
@@ -56,6 +57,8 @@ class LensReader:
         self._read_tokens = getattr(model, "read_tokens", None) if operations else None
         self._to_residual = _residual_of(lens)
         self._open: dict[int, list[Queued]] = {}
+        self._uncompared: list[Queued] = []
+        """Rows with a target whose states were not compared yet."""
         self._ready: list[Queued] = []
         self._num_ready = 0
         self._parts: list[dict[str, Tensor]] = []
@@ -91,11 +94,18 @@ class LensReader:
         self.queue_together(resolved)
 
     def queue_together(self, rows: Sequence[Queued]) -> None:
-        """Queues rows whose targets are set. Of two rows of one request with the same position and target, a state with
-        the same bits at the same layer is queued for the first row only; the second row gets a copy of its reading.
+        """Queues rows whose targets are set, and reads the queue while it fills a tile."""
+        self._uncompared += rows
+        self._num_ready += sum(len(queued.layers) for queued in rows)
+        self._read_tiles()
+
+    def _compare(self) -> None:
+        """Makes the queued rows ready to be read. Of two rows of one request with the same position and target, a state
+        with the same bits at the same layer is read for the first row only; the second row gets a copy of its reading.
 
         The layers of two rows are compared index by index, so each row's list of layers must begin with the same ones.
         """
+        rows, self._uncompared = self._uncompared, []
         groups: dict[tuple[int, int, int], list[Queued]] = {}
         for queued in rows:
             groups.setdefault((queued.request_id, queued.position, queued.target), []).append(queued)
@@ -105,22 +115,30 @@ class LensReader:
             of_a, of_b = (sources[queued.row][: len(is_same)] for queued in (a, b))
             of_b[:] = torch.where(is_same & (of_b == b.row), of_a, of_b)  # the earliest row with these bits
         for queued in rows:
+            self._num_ready -= len(queued.layers)
             chosen = sources.get(queued.row)
             if chosen is not None and bool((is_copied := chosen != queued.row).any()):
                 self._copies.append(Copies(queued.request_id, queued.row, queued.layers[is_copied], chosen[is_copied]))
-                is_read = ~is_copied
-                queued = replace(
-                    queued, states=queued.states[is_read.to(queued.states.device)], layers=queued.layers[is_read]
-                )
-            self.queue_resolved(queued)
+                (read,) = upload(queued.states.device, [(~is_copied).nonzero()[:, 0]])
+                queued = replace(queued, states=queued.states[read], layers=queued.layers[~is_copied])
+            self._make_ready(queued)
 
     def queue_resolved(self, queued: Queued) -> None:
-        """Queues a row whose target (next token; -1 for none) is set, and reads the queue while it fills a tile of
-        LENS_TILE state vectors. Skips the row if the lens has failed on its request."""
-        if queued.request_id in self.errors:
-            return
-        self._ready.append(queued)
-        self._num_ready += len(queued.layers)
+        """Queues a row whose target (next token; -1 for none) is set and whose state is no other row's."""
+        self._compare()
+        self._make_ready(queued)
+        self._read_tiles()
+
+    def _make_ready(self, queued: Queued) -> None:
+        """Lets the next tiles have a row, unless the lens has failed on its request."""
+        if queued.request_id not in self.errors:
+            self._ready.append(queued)
+            self._num_ready += len(queued.layers)
+
+    def _read_tiles(self) -> None:
+        """Reads the queue while it fills a tile of LENS_TILE state vectors."""
+        if self._num_ready >= LENS_TILE:
+            self._compare()
         while self._num_ready >= LENS_TILE:
             self._read_tile()
 
@@ -146,6 +164,7 @@ class LensReader:
 
         Leaves out requests on which the lens has failed so far, because their earlier readings would look complete.
         """
+        self._compare()
         while self._num_ready:
             self._read_tile()
         if not self._parts:
@@ -191,14 +210,16 @@ class LensReader:
             torch.tensor([getattr(q, name) for q in taken]).repeat_interleave(counts)
             for name in ("row", "request_id", "target")
         )
-        count, device = len(rows), self.model.device
+        count, num_again, device = len(rows), min(len(rows), LENS_TILE - len(rows)), self.model.device
         states = torch.zeros(LENS_TILE, self.model.d_model, dtype=self.model.dtype, device=device)
-        layers = torch.zeros(LENS_TILE, dtype=torch.long, device=device)
-        targets = torch.full((LENS_TILE,), -1, device=device)
         states[:count] = torch.cat([q.states for q in taken]).to(device)
-        layers[:count] = torch.cat([q.layers for q in taken]).to(device)
-        targets[:count] = wanted
-        labels = {"row": rows, "request_id": owners, "layer": layers[:count].cpu(), "target": wanted}
+        numbers = [torch.zeros(LENS_TILE, dtype=torch.long), torch.full((LENS_TILE,), -1)]  # layers and targets
+        numbers[0][:count], numbers[1][:count] = torch.cat([q.layers for q in taken]), wanted
+        for tensor in (states, *numbers):  # the tile's end repeats its first vectors, in reverse order
+            tensor[LENS_TILE - num_again :] = tensor[:num_again].flip(0)
+        of_tile = numbers[0]
+        layers, targets = upload(device, numbers)
+        labels = {"row": rows, "request_id": owners, "layer": of_tile[:count], "target": wanted}
 
         def keep(readout: Readout, which: "slice | Tensor") -> None:
             """Stores the readings of the state vectors at the indices `which` of the tile."""
@@ -206,14 +227,12 @@ class LensReader:
             self._parts.append({name: column[which] for name, column in columns.items()})
             self.num_read += len(self._parts[-1]["row"])
 
-        again = torch.arange(min(count, LENS_TILE - count))
-        for tensor in (states, layers, targets):  # the tile's end repeats its first vectors, in reverse order
-            tensor[LENS_TILE - 1 - again] = tensor[again]
+        again = torch.arange(num_again)
         whole = self._read_or_reason(states, layers, targets, range(count))
         if isinstance(whole, Readout) and (why := _difference(whole, again)):
             for request_id in dict.fromkeys(q.request_id for q in taken):
                 first = int((owners == request_id).nonzero()[0, 0])
-                self._fail(taken, request_id, int(layers[first]), int(rows[first]), why)
+                self._fail(taken, request_id, int(of_tile[first]), int(rows[first]), why)
             return
         if isinstance(whole, Readout):
             keep(whole, slice(count))
@@ -227,7 +246,7 @@ class LensReader:
                 keep(readout, mine)
             else:
                 failed, why = readout
-                self._fail(taken, request_id, int(layers[failed]), int(rows[failed]), why)
+                self._fail(taken, request_id, int(of_tile[failed]), int(rows[failed]), why)
 
     def _take(self) -> list[Queued]:
         """Removes up to LENS_TILE state vectors from the queue, and returns them as a list of Queued."""
@@ -260,7 +279,7 @@ class LensReader:
                     if not isinstance(logits, Tensor) or logits.shape != shape or not logits.is_floating_point():
                         return indices[0], f"must return logits {list(shape)}, got {_described(logits)}"
                     readout = self._read_logits(logits, targets, self.top_k)
-                readout = Readout(*(column.cpu() for column in readout))
+                readout = Readout(*Download(readout).tensors())
         except Exception as error:  # a user's own code may raise anything; only its readings are lost
             expected = f"expected were logits {list(shape)} of states {list(states.shape)}"
             return indices[0], f"failed with {type(error).__name__}: {error!s:.200}; {expected}"
@@ -277,7 +296,7 @@ class LensReader:
             "readings, its tokens and states stay"
         )
         self._ready = [queued for queued in self._ready if queued.request_id != request_id]
-        self._num_ready = sum(len(queued.layers) for queued in self._ready)
+        self._num_ready = sum(len(queued.layers) for queued in (*self._ready, *self._uncompared))
 
 
 def _same_states(pairs: Sequence[tuple[Queued, Queued]]) -> tuple[Tensor, ...]:
