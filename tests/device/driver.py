@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from cacheprobe.core import devices
 from tests.device.counts import Gpu
 
 NUM_DEVICES = 2
@@ -131,6 +132,7 @@ def answering_cuda(gpu: Gpu, num_devices: int, capability: tuple[int, int], num_
     }  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **answers))
+        stack.enter_context(mock.patch.dict(devices._streams, clear=True))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor))
         stack.enter_context(_an_accelerator())
         yield
