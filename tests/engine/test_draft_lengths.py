@@ -21,7 +21,7 @@ from cacheprobe.engine.drafts import timing
 from tests.invariants.machines import rounding_by_shape, tiny
 from tests.invariants.runs import HOT, PROMPTS, RUN, future, outcome
 from tests.planted_drafts import planted
-from tests.tiny import loaded, perturbed
+from tests.tiny import VOCAB, loaded, perturbed
 
 pytestmark = pytest.mark.determinism
 
@@ -128,6 +128,21 @@ def test_drafts_stop_and_begin_again() -> None:
     assert "dddddd" in phases(trace)
     assert drafts.draft_start.max() > length + 24
     assert trace.committed(0) == want.committed(0)
+
+
+def test_right_first_tokens_alone_begin_no_long_draft() -> None:
+    """The drafter is asked in every round, and its first token is always right, the others never. A long draft costs as
+    much as six decode passes."""
+
+    @dataclass(frozen=True, eq=False)
+    class Beginner(Hasty):
+        def extend(self, context: Any, states: Sequence[Any]) -> list[list[int]]:
+            return [text[:1] + [(token + 1) % VOCAB for token in text[1:]] for text in super().extend(context, states)]
+
+    want = cp.reference(tiny(), PROMPTS, **LONG)
+    with planted(draft=0.0, verify=3.0, plain=(1.0, 1.0)):
+        assert not cp.run(tiny(), PROMPTS, **LONG, drafter=Beginner(want)).num_drafted
+        assert cp.run(tiny(), PROMPTS, **LONG, drafter=Beginner(want), draft_length=7).num_drafted
 
 
 def test_a_drafter_that_runs_the_model_is_tried_rarely() -> None:

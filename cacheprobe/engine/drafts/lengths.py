@@ -51,6 +51,8 @@ class DraftLengths:
         self._asked: dict[SequenceState, tuple[int, int | None]] = {}
         """By request that decodes: its number of tokens when the drafter was asked, and the first token proposed."""
         self._accepted = self._judged = 0.0
+        self._longest = 1
+        """One more than the most tokens of a draft that were accepted: a trial counts on no more of a draft."""
         self._wasted = self._spent = self._planned = 0.0
         """Seconds: lost by drafts, of the undrafted time so far, and of that of the whole run."""
         self._num_running = 1
@@ -109,6 +111,7 @@ class DraftLengths:
         self._wasted = max(self._wasted + self.costs.verifying(width, 1, num_rows) - undrafted, 0.0)
         for state, length, accepted in drafted:
             self._judge(accepted, min(accepted + 1, length))
+            self._longest = max(self._longest, accepted + 1)
             state.draft_cap = None  # until the next choice
 
     def note_decoded(self, states: Sequence[SequenceState]) -> None:
@@ -153,7 +156,8 @@ class DraftLengths:
             drafts = [min(length, one) for one in most]
             seconds = self.costs.verifying(length + 1, num_passes, sum(drafts) + len(drafts))
             seconds += 0.0 if self._is_asked else length * self.costs.drafting(len(states))
-            tokens, fewest = (1 + sum(_expected(p, one) for one in drafts) / len(drafts) for p in (likely, low))
+            tokens = 1 + sum(_expected(likely, one) for one in drafts) / len(drafts)
+            fewest = 1 + sum(min(_expected(low, one), self._longest) for one in drafts) / len(drafts)
             if seconds <= least * undrafted * tokens and seconds - undrafted * fewest <= allowed:
                 best, least = length, seconds / (undrafted * tokens)
         return best if least < 1 else None
