@@ -12,12 +12,13 @@ import cacheprobe as cp
 from cacheprobe.core.registry import available, find
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import Pass
+from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.ops.equality import bitwise, close
 from cacheprobe.trace.trace import Trace
 from cacheprobe_kernels.base import Draws
 from cacheprobe_kernels.comparing import named
 from tests.device.counts import Gpu
-from tests.device.runs import kernels_by_references, numbers, on_both, states
+from tests.device.runs import kernels_by_references, numbers, on_both, phases, states
 from tests.dictionaries.planted import random_dictionary
 from tests.experts.families import plain as mixture
 from tests.field.tiny_family import tiny_family
@@ -191,3 +192,40 @@ def test_kernels_in_tritons_interpreter_take_the_gpus_tensors(gpu: Gpu, name: st
         found = {**device, **returned}[key]
         assert found.device.type == "cuda" and bitwise(found.cpu(), wanted), key
     assert gpu.refused == []
+
+
+def test_a_planted_host_read_is_counted_in_each_layer_of_its_phase(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each layer and decode pass, with its place; verify passes wait as often as before."""
+    _, model = on_both(hf_model("llama"))
+    settings = {**RUN, "drafter": FAST, "capture": None, "draft_length": 3}
+
+    def waits() -> dict[str, int]:
+        gpu.waits.clear()
+        gpu.passes.clear()
+        with phases(gpu):
+            cp.run(model, PROMPTS[:2], **settings)
+        return gpu.waits_by_phase()
+
+    before, right = waits(), StagedCache.store
+
+    def reads(cache: StagedCache, layer: int, k: torch.Tensor, *others: Any) -> None:
+        if k.shape[2] == 1:
+            k.sum().item()
+        right(cache, layer, k, *others)
+
+    monkeypatch.setattr(StagedCache, "store", reads)
+    after = waits()
+    assert after["draft"] - before["draft"] == 3 * gpu.passes["draft"] > 0
+    assert after["verify"] == before["verify"] and gpu.passes["verify"] > 0
+    assert any("test_wide.py" in at for phase, kind, at in gpu.waits if (phase, kind) == ("draft", "item"))
+
+
+def test_a_planted_mix_ends_the_run(way: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight of the last norm stays on the host: the error names both devices."""
+    _, model = on_both(hf_model("llama"), way)
+    right = model.output_parts().norm.weight
+    monkeypatch.setattr(model.head.norm, "weight", torch.nn.Parameter(right.detach().cpu(), requires_grad=False))
+    with pytest.raises(
+        (cp.core.records.EngineError, RuntimeError), match="two devices, cuda:0 and cpu|one device is needed"
+    ):
+        cp.run(model, PROMPTS[:2], **RUN)
