@@ -59,7 +59,6 @@ ROWS = [
     Row("qwen3-moe", "torch", EXIT, torch.bfloat16),
     Row("gpt-oss", "torch", None),
     Row("bamba", "kernels", EXIT, settings=(("deterministic", True), ("group", 2))),
-    Row("mamba2", "torch", NGRAM),
 ]
 
 
@@ -67,7 +66,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A new tiny model of a decoder, a mixture of experts, or a recurrent hybrid."""
     if family in ("mixtral", "qwen3-moe", "gpt-oss"):
         return mixture(family, dtype)
-    if family in ("bamba", "mamba2"):
+    if family == "bamba":
         return tiny_family(family, {"eos_token_id": None})
     return hf_model(family, dtype)
 
