@@ -5,9 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tests.device.captured import CudaGraph
 
 _ROOT = f"{Path(__file__).parents[2]}/"
 _NOT_OURS = ("/site-packages/", "/tests/device/", "/lib/python", "<")
@@ -39,6 +43,8 @@ class Gpu:
         """Phase -> how often it began."""
         self.refused: list[str] = []
         """Errors that a GPU would raise, also those that the tested code caught."""
+        self.graph: CudaGraph | None = None
+        """The graph that is captured now."""
         self._on_their_way: list[tuple[Tensor, Tensor]] = []
         self.num_begun = 0
         """Number of copies to the host that have begun."""
@@ -48,7 +54,8 @@ class Gpu:
         """Number of launches after which one, and no other, finds no memory; None for none."""
 
     def waited(self, kind: str) -> None:
-        """Counts a wait. Raises: RuntimeError if `waits_are_errors` says so."""
+        """Counts a wait. Raises: RuntimeError if `waits_are_errors` says so, and while a graph is captured."""
+        self.require_no_capture(kind)
         at = place()
         self.waits[self.phase, kind, at] += 1
         if self.waits_are_errors(kind, at):
@@ -67,13 +74,21 @@ class Gpu:
             target.copy_(values)
 
     def launched(self, operation: str) -> None:
-        """Counts a launch. Raises: torch.OutOfMemoryError if it is the one that finds no memory."""
+        """Counts a launch; captured work is not launched. Raises: torch.OutOfMemoryError if it is the one that finds no
+        memory."""
+        if self.graph is not None:
+            return
         if self.memory_ends_at is not None:
             self.memory_ends_at -= 1
             if self.memory_ends_at < 0:
                 self.memory_ends_at = None
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         self.launches[self.phase, operation, place()] += 1
+
+    def require_no_capture(self, kind: str) -> None:
+        """Raises: RuntimeError while a graph is captured."""
+        if self.graph is not None:
+            raise self.refusal(RuntimeError, f"operation not permitted when stream is capturing: {kind}")
 
     def refusal(self, kind: type[Exception], text: str) -> Exception:
         """Notes an error, and returns it for the caller to raise."""

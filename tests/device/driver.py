@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from cacheprobe.core import devices
+from tests.device.captured import CudaGraph
 from tests.device.counts import Gpu
 
 NUM_DEVICES = 2
@@ -129,10 +130,11 @@ def answering_cuda(gpu: Gpu, num_devices: int, capability: tuple[int, int], num_
         "memory_reserved": lambda *_: 0, "memory_allocated": lambda *_: 0, "empty_cache": lambda: None,
         "synchronize": lambda *_: Event(gpu).synchronize(), "is_bf16_supported": lambda *_, **__: True,
         "Event": event, "Stream": event, "current_stream": event, "stream": nullcontext, "device": nullcontext,
+        "CUDAGraph": lambda: CudaGraph(gpu), "graph": lambda captured, *_, **__: captured.capturing(),
     }  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **answers))
-        stack.enter_context(mock.patch.dict(devices._streams, clear=True))
+        stack.enter_context(mock.patch.dict(devices._streams, clear=True))  # of another pretend GPU
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor))
         stack.enter_context(_an_accelerator())
         yield

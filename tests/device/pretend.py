@@ -11,6 +11,7 @@ itself what it refuses there. Each operation reaches `__torch_dispatch__`, which
 waits and launches, and computes with the held tensors; views and writes alias as these do.
 
 A `non_blocking` copy to the host arrives when the host waits for an event after it; until then the host reads NaN.
+A CUDA graph records what is launched while it is captured: `captured.CudaGraph`.
 
 Not seen: bits of CUDA kernels, streams, memory, Triton's
 compiler, and shapes or dtypes that only CUDA refuses. `.resize_()` and its like are not followed. After the `with` all
@@ -19,7 +20,7 @@ is undone but the idle guard of `driver.set_guard`.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "copy_" and device.type != "cpu" and args[0].device.type == "cpu" and _is_later(name, args, kwargs):
         _gpu.begin_copy(args[0], held(args[1]))
         return args[0]
-    result = _on_cpu(func, name, held(args), kwargs)
+    result = launch(partial(_on_cpu, func, name, held(args), kwargs), held([one for _, one in given]))
     if name == "copy_":
         return args[0]
     if device.type == "cpu":
@@ -179,6 +180,12 @@ def _on_cpu(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name == "histc" and not args[0].is_floating_point():
         return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
+
+
+def launch(compute: Callable[[], Any], given: list[Tensor]) -> Any:
+    """Returns what `compute` returns, which is recorded while a graph is captured. given: the CPU tensors that it reads
+    and writes."""
+    return compute() if _gpu.graph is None else _gpu.graph.record(compute, given)
 
 
 def _refuse_mixture(func: Any, name: str, given: list[tuple[int, Tensor]]) -> None:
@@ -206,7 +213,9 @@ def _count(func: Any, name: str, args: Any, kwargs: Any, device: torch.device) -
         is_later = _is_later(name, args, kwargs)
         target = args[0].device if name == "copy_" else device
         source = args[1].device if name == "copy_" else args[0].device
-        if not is_later and "cpu" in (target.type, source.type):
+        if is_later and "cpu" in (target.type, source.type):
+            _gpu.require_no_capture("a copy between host and device")  # whose address a graph would hold
+        elif "cpu" in (target.type, source.type):
             _gpu.waited("download" if target.type == "cpu" else "upload")
     elif name in _READ_BY_HOST:
         _gpu.waited(_READ_BY_HOST[name])
@@ -253,7 +262,7 @@ def _register_factories(library: torch.library.Library) -> None:
             if func._opname not in _NO_LAUNCH:
                 _gpu.launched(func._opname)
             plain = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-            return GpuTensor(func(*args, **plain, device="cpu"), device)
+            return GpuTensor(launch(partial(func, *args, **plain, device="cpu"), []), device)
 
         library.impl(func, made, "CUDA")
 

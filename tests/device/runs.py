@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from cacheprobe.core.registry import find
 from cacheprobe.engine.loop import Engine
 from cacheprobe.ops import dispatch
 from tests.device.counts import Gpu
-from tests.device.pretend import held, on_gpu
+from tests.device.pretend import held, launch, on_gpu
 
 
 @contextmanager
@@ -36,7 +37,9 @@ def kernels_by_references(gpu: Gpu, failing: Mapping[str, str] = MappingProxyTyp
             given = inspect.signature(kernel.plan).bind(*args, **kwargs).arguments
             for _ in kernel.plan(**given).launches:
                 gpu.launched(name)
-            result = kernel.reference(**{key: held(value) for key, value in given.items()})
+            on_cpu = {key: held(value) for key, value in given.items()}
+            computed = partial(kernel.reference, **on_cpu)
+            result = launch(computed, [one for one in on_cpu.values() if isinstance(one, Tensor)])
             device = next(one.device for one in given.values() if isinstance(one, Tensor))
             return on_gpu(result, device) if device.type == "cuda" else result
 
