@@ -10,9 +10,18 @@ def upload(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns int64 tensors on `device`, in one copy. On the CPU they are the given ones."""
     if device.type == "cpu":
         return list(tensors)
-    joined = torch.cat([tensor.reshape(-1) for tensor in tensors]).pin_memory().to(device, non_blocking=True)
-    parts = joined.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    return parts_of(joined(tensors).pin_memory().to(device, non_blocking=True), tensors)
+
+
+def joined(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Returns the numbers of all tensors, one after another. out: memory for them."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
+
+
+def parts_of(numbers: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns views of `numbers` that have the shapes of the tensors in `like`, one after another."""
+    parts = numbers.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 class Download:

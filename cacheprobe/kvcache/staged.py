@@ -140,6 +140,8 @@ class StagedCache:
         run = range(self.rows[0], self.rows[0] + len(self.rows))
         self._run = slice(run.start, run.stop) if self.rows == [*run] else None
         """The rows, if their numbers follow each other."""
+        self.is_read_in_place = False
+        """Whether a kernel attends over the cache itself, and nothing else reads masks or what `write` returns."""
         self._placed: dict[torch.device, Placed] = {}
         self._masks: list[tuple[Tensor, Tensor]] = []  # (mask that the model uses, mask without hidden heads)
 
@@ -162,13 +164,16 @@ class StagedCache:
 
     def write(self, layer: int, k: Float[Tensor, "b h t dk"], v: Float[Tensor, "b h t dv"]) -> tuple[Tensor, Tensor]:
         """Stores new keys and values. Returns all keys and values of the cache rows up to slot `self.span`, [b, h, s,
-        d] each. For a SharedPrefix stores nothing: returns the shared ones followed by the new ones."""
+        d] each; just the new ones if `is_read_in_place`. For a SharedPrefix stores nothing: returns the shared ones
+        followed by the new ones."""
         held = self.keys[layer], self.values[layer]
         if isinstance(self.cache, SharedPrefix):
             shared = (tensor[:1, :, : self.cache.length].expand(len(k), -1, -1, -1) for tensor in held)
             keys, values = (torch.cat(pair, dim=2) for pair in zip(shared, (k, v), strict=True))
             return keys, values
         self.store(layer, k, v)
+        if self.is_read_in_place:
+            return k, v
         index = self._run or self.placed(held[0].device).rows
         keys, values = (tensor[:, :, : self.span][index] for tensor in held)
         return keys, values
@@ -234,13 +239,17 @@ class StagedCache:
 
     def mask(self, dtype: torch.dtype, device: torch.device | str, window: int | None = None) -> Tensor:
         """Returns the additive causal mask [b, 1, t, s] over the first `self.span` slots: 0 for a slot to attend to,
-        the dtype's minimum for every other slot.
+        the dtype's minimum for every other slot; a mask of one slot if `is_read_in_place`.
 
         window: how many positions a token sees, including its own; None for all up to its own.
         Slots that cache surgery hides are masked for all later tokens. The mask is additive, never boolean: Hugging
         Face's eager attention would add a boolean mask to the scores, without an error.
         """
         device = torch.device(device)
+        if self.is_read_in_place:
+            return torch.zeros(1, 1, 1, 1, dtype=dtype, device=device).expand(
+                len(self.rows), 1, *self.positions.shape[1:], 1
+            )
         slots, positions = torch.arange(self.span, device=device), self.placed(device).positions[..., None]
         hidden = slots > positions
         if window is not None:

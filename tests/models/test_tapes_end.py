@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cacheprobe as cp
 from cacheprobe.kvcache.staged import PassAttention
-from cacheprobe.models.fast import tapes
+from cacheprobe.models.fast.tapes import Tapes
 from cacheprobe.ops.attention import AttentionSpans, spans_of_positions
 from cacheprobe.ops.equality import bitwise
 from tests.feeding import texts
@@ -134,7 +134,7 @@ def test_a_copy_of_a_model_makes_tapes_of_its_own() -> None:
 
 def test_tapes_that_are_too_large_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fast_of("llama")
-    monkeypatch.setattr(tapes, "MOST_BYTES", 1000)
+    monkeypatch.setattr(Tapes, "most_bytes", 1000)
     with counting(model) as counts:
         found = [logits_of(model, model.new_cache(1, 16)) for _ in range(6)]
     assert counts["_record"] == 1 and counts["_replay"] == 0 and all(bitwise(one, found[0]) for one in found)

@@ -84,6 +84,12 @@ def forward_inputs(cache: StagedCache, config: LiveConfig, n_ctx: int) -> Forwar
     }
 
 
+def masks_in(inputs: ForwardInputs) -> list[Tensor]:
+    """Returns the masks among the inputs of a forward."""
+    masks = inputs["attention_mask"]
+    return [masks] if isinstance(masks, Tensor) else [*masks.values()]
+
+
 class ShapeProbe(Cache):
     """Records each layer's (heads, key width, value width) and device, as the cache argument of one short forward.
     Stores no keys or values."""

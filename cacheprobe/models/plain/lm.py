@@ -4,27 +4,28 @@ This file contains no code for requests, phases or the storage of captured state
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
-from itertools import product
+from functools import cached_property, lru_cache, partial
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from cacheprobe.core.hook_names import RECURRENT, SITES
+from cacheprobe.core.hook_names import RECURRENT
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import BlockSum, HeadWriter, ModelError
 from cacheprobe.models.experts import own_experts, use_invariant_experts
+from cacheprobe.models.fast.graphs import CapturedCache, Graphs
 from cacheprobe.models.fast.operations import KernelOperations, LoopOperations, is_silu, replace_forward
+from cacheprobe.models.fast.repeated import ModelForward
 from cacheprobe.models.fast.tape import Place, RecordedCache
-from cacheprobe.models.fast.tapes import ModelForward, Tapes
+from cacheprobe.models.fast.tapes import Tapes
 from cacheprobe.models.hf.attention import ATTENTION, Attend, attending
-from cacheprobe.models.hf.cache import ForwardInputs, KVCacheAdapter, forward_inputs
+from cacheprobe.models.hf.cache import ForwardInputs, KVCacheAdapter, forward_inputs, masks_in
 from cacheprobe.models.hf.masks import context_length, text_config
 from cacheprobe.models.hf.shared import SharedWeights, bridge_around, empty_model, user_hooks
 from cacheprobe.models.plain.bridged import WithBridge
@@ -55,8 +56,8 @@ class PlainLM(WithBridge):
     """
 
     path = "plain"
-    tapes: Tapes | None = None
-    """Computes the blocks of passes whose shape occurs again, without modules; None if all passes run the modules."""
+    tapes: Tapes | Graphs | None = None
+    """Computes passes whose shape occurs again without modules, on a GPU by Graphs; None if modules compute all."""
 
     def __init__(self, live: LiveModule, tokenizer: LiveTokenizer, name: str, note: str = "") -> None:
         """live: the transformers model, which may be inside a TransformerBridge.
@@ -128,7 +129,11 @@ class PlainLM(WithBridge):
             replace_forward(module, self._by_module)
         self.tapes, self._addresses = None, list[int]()
         is_fixed = bool(self.mixtures or self.initial or self.sources or packed_modules(self.live))
-        if not (is_fixed or isinstance(faster, KernelSet)) and self.attends_by_request:
+        if is_fixed or not self.attends_by_request:
+            return
+        if isinstance(faster, KernelSet):
+            self.tapes = Graphs(self.device) if self.device.type == "cuda" else None
+        else:
             blocks = [self.model.get_submodule(block.path) for block in self.blocks]
             self.tapes = Tapes(blocks, cast("LoopOperations | None", self._by_module), self.dtype)
 
@@ -157,7 +162,7 @@ class PlainLM(WithBridge):
     def _forward(
         self, token_ids: Tensor, cache: StagedCache, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
-        """Returns what `forward` returns. A tape computes the blocks of passes whose shape occurs again."""
+        """Returns what `forward` returns. A tape or a graph computes passes whose shape occurs again."""
         if not self.weights.is_current:
             self.weights.follow(self.name)
         if self.sources and cache.cache.head_masks.concern(cache.rows):
@@ -166,11 +171,13 @@ class PlainLM(WithBridge):
                 "are hidden in all layers and heads or in none; leave out layers= and heads="
             )
         self.token_shape = (token_ids.shape[0], token_ids.shape[1])
-        inputs, choice = forward_inputs(cache, self.config, self.n_ctx), self.logit_choice(logit_slots)
+        choice, cache.is_read_in_place = self.logit_choice(logit_slots), self._is_read_in_place(cache)
+        inputs = lru_cache(None)(partial(forward_inputs, config=self.config, n_ctx=self.n_ctx))
 
         def outside(staged: StagedCache) -> Tensor:
             """Returns the logits of the transformers model, or its residual stream after `num_layers` blocks."""
-            arguments = self._given(staged, inputs)
+            arguments = self._given(staged, inputs(staged if isinstance(staged, CapturedCache) else cache))
+            token_ids = staged.placed(self.device).token_ids
             if num_layers is not None:
                 return self._residual(token_ids, arguments, num_layers)
             return self.model(token_ids, use_cache=True, **arguments, **choice).logits
@@ -183,44 +190,52 @@ class PlainLM(WithBridge):
                 return outside(staged)
 
         with keeping_float64(self.dtype):
-            if self._may_tape(cache, num_layers):
+            if self._may_tape(cache, num_layers, logit_slots):
                 assert self.tapes is not None
-                masks, forward = inputs["attention_mask"], ModelForward(whole, outside)
-                listed = [masks] if isinstance(masks, Tensor) else [*masks.values()]
-                noting = partial(self._noting, self.n_layers if num_layers is None else num_layers)
-                out = self.tapes.run(cache, listed, num_layers, forward, self.listeners, noting)
+                forward = ModelForward(num_layers, whole, outside, lambda: masks_in(inputs(cache)), self._noting)
+                out = self.tapes.run(cache, forward, self.listeners)
             else:
                 out = whole(cache)
         return out if logit_slots is None or choice or num_layers is not None else out[:, list(logit_slots)]
 
-    def _may_tape(self, cache: StagedCache, num_layers: int | None) -> bool:
-        """Returns True if a tape may compute this pass: nobody listens inside the blocks, or hides slots there."""
+    def _is_read_in_place(self, cache: StagedCache) -> bool:
+        """Returns True if only a kernel reads the keys of a pass: no mask, and no function that shows attention."""
+        if self._attend(cache) is None or self.attention_listeners or cache.cache.head_masks.concern(cache.rows):
+            return False
+        return type(self.model).__name__ in _PLAIN_FAMILIES and self.attends_by_request and not self.has_own_hooks
+
+    def _may_tape(self, cache: StagedCache, num_layers: int | None, logit_slots: Sequence[int] | None) -> bool:
+        """Returns True if a tape or graph may compute this pass: nobody listens inside the blocks, or hides slots
+        there."""
         if self.tapes is None or num_layers == 0 or self.attention_listeners or not self._has_capture_hooks_only:
+            return False
+        if isinstance(self.tapes, Graphs) and self._attend(cache) is None:  # torch attends by what the host knows
             return False
         addresses = [tensor.data_ptr() for *_, tensor in self.weights.taken]
         if self._addresses != addresses:  # a weight or buffer was replaced or moved
             self.tapes.forget()
             self._addresses = addresses
-        return self.tapes.takes(cache) and not cache.cache.head_masks.concern(cache.rows)
+        return self.tapes.takes(cache, logit_slots) and not cache.cache.head_masks.concern(cache.rows)
 
     def _given(self, cache: StagedCache, inputs: ForwardInputs) -> dict[str, object]:
         """Returns the arguments of the transformers model's forward."""
         memory = memory_of(cache.cache)
         places = None if memory is None else RecurrentPlaces(memory, cache.rows, cache.starts)
-        named = {**inputs, **cache_argument(self.model, KVCacheAdapter(cache, cache.starts[0], places))}
+        length = None if isinstance(cache, CapturedCache) else cache.starts[0]
+        named = {**inputs, **cache_argument(self.model, KVCacheAdapter(cache, length, places))}
         return {name: value for name, value in named.items() if name in self._arguments}
 
     @contextmanager
-    def _noting(self, num_layers: int, note: Callable[[Place, Tensor], None]) -> Iterator[None]:
-        """Calls `note` with the activations of the first layers at sites pre, S, T and C inside the `with`."""
+    def _noting(self, places: Iterable[Place], note: Callable[[Place, Tensor], None]) -> Iterator[None]:
+        """Calls `note` with the activations of these places inside the `with`."""
 
         def keep(place: Place, value: Tensor) -> None:
             """Notes the activation, and leaves it unchanged."""
             note(place, value)
 
         with ExitStack() as stack:
-            for site, layer in product(("pre", *SITES), range(num_layers)):
-                self._add_hooks(stack, site, layer, partial(keep, (site, layer)))
+            for place in places:
+                self._add_hooks(stack, *place, partial(keep, place))
             yield
 
     def cache_layers(self) -> tuple[Sequence[tuple[int, int, int]], Sequence[torch.device]]:

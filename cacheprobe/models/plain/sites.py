@@ -22,6 +22,7 @@ from cacheprobe.core.hook_names import (
 from cacheprobe.core.live import LiveModule, ModuleValue
 from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.experts import capturing_routing, editing_routers, split
+from cacheprobe.models.fast.graphs import Graphs
 from cacheprobe.models.fast.tapes import Tapes
 from cacheprobe.models.hf.attention import ATTENTION, OF_ATTENTION
 from cacheprobe.models.hf.lm import HuggingFaceLM
@@ -56,7 +57,7 @@ class PlainSites(HuggingFaceLM):
     """Layer with a recurrent state -> (heads, numbers of a head)."""
     token_shape: tuple[int, int] = (0, 0)
     """(batch size, tokens) of the present forward."""
-    tapes: Tapes | None = None
+    tapes: Tapes | Graphs | None = None
     listeners: dict[tuple[str, int], list[Callable[[Tensor], None]]]
     """Functions that take the activations of a (site, layer); sites pre, S, T and C."""
     attention_listeners: dict[int, dict[str, list[Callable[[Tensor], None]]]]
