@@ -52,7 +52,7 @@ def exact_attention(
                 gone = None if hidden is None else hidden[row, head // groups]
                 seen = [s for s in range(first, own + 1) if s == own or gone is None or not gone[s]]
                 k, v = (held[row, head // groups, seen].double() for held in (keys, values))
-                out[i, head, j] = torch.softmax(k @ q[i, head, j].double() * scale, 0) @ v
+                out[i, head, j] = torch.softmax(k @ q[i, head, j].double() * scale, 0)[None] @ v
     return {"out": out}
 
 

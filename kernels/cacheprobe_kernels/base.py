@@ -65,20 +65,21 @@ class Draws:
     generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
-        where = "cpu" if self.device.type == "meta" else self.device
+        where = "cpu" if self.device.type == "meta" else self.device  # the dry run has no generator of its device
         object.__setattr__(self, "generator", torch.Generator(where).manual_seed(self.seed))
 
     def normal(self, *shape: int, dtype: torch.dtype) -> Tensor:
         if self.device.type == "meta":
             return torch.empty(shape, dtype=dtype, device="meta")
-        return torch.randn(shape, generator=self.generator, device=self.device).to(dtype)
+        drawn = torch.randn(shape, generator=self.generator, device=self.generator.device)
+        return drawn.to(self.device, dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.long) -> Tensor:
         """From low to high - 1."""
         if self.device.type == "meta":
             return torch.empty(shape, dtype=dtype, device="meta")
-        drawn = torch.randint(low, high, shape, generator=self.generator, device=self.device)
-        return drawn.to(dtype)
+        drawn = torch.randint(low, high, shape, generator=self.generator, device=self.generator.device)
+        return drawn.to(self.device, dtype)
 
     def signs(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """-1 and 1."""
@@ -88,7 +89,7 @@ class Draws:
         """The numbers below count, shuffled."""
         if self.device.type == "meta":
             return torch.empty(count, dtype=torch.long, device="meta")
-        return torch.randperm(count, generator=self.generator, device=self.device)
+        return torch.randperm(count, generator=self.generator, device=self.generator.device).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,12 @@ def one_by_one(arguments: Arguments, names: Sequence[str], written: Sequence[str
 
 def _copied(tensor: Tensor) -> Tensor:
     """A copy with the same strides, as a slice of a copy of all memory behind the tensor."""
-    memory = tensor.untyped_storage().clone()
-    return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return (
+        tensor.as_strided((numbers,), (1,), 0)
+        .clone()
+        .as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    )
 
 
 def size_in_bytes(*tensors: Tensor | None) -> int:

@@ -34,21 +34,19 @@ def test_without_a_gpu_it_says_so() -> None:
     assert done.returncode == 2 and "there is no GPU" in done.stderr
 
 
-def test_a_time_is_held_against_the_longer_of_bytes_and_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_is_held_against_the_longer_of_bytes_and_products() -> None:
     """Bytes and products counted by hand; calls that are timed are made."""
     made: list[object] = []
-    monkeypatch.setattr(Matmul, "full", Matmul.cases[1])
-    monkeypatch.setattr(RmsNorm, "full", RmsNorm.cases[3])
     best = Device("one", bytes_per_second=1e9, flops_per_second=1e9)
 
     def clock(call: object) -> float:
         made.append(call())  # type: ignore[operator]
         return 1e-4
 
-    product = timed(Matmul, torch.device("cpu"), best, clock)
+    product = timed(Matmul, Matmul.cases[1], torch.device("cpu"), best, clock)
     assert (product.limited_by, product.roof_microseconds) == ("products", pytest.approx(2 * 18 * 33 * 10 / 1e3))
     assert product.share_of_roof == pytest.approx(2 * 18 * 33 * 10 / 1e9 / 1e-4)
-    norm = timed(RmsNorm, torch.device("cpu"), best, clock)
+    norm = timed(RmsNorm, RmsNorm.cases[3], torch.device("cpu"), best, clock)
     assert (norm.limited_by, norm.roof_microseconds) == ("bytes", pytest.approx((2 * 7 * 130 + 130) * 4 / 1e3))
     assert len(made) == 4 and all(torch.is_tensor(one) for one in made)
     lines = list(table([product, norm]))

@@ -35,14 +35,14 @@ def reference_complaints(kernel: type[Kernel], case: Case, device: torch.device 
     return kernel.complaints(case, torch.device(device), memory=poisoned)
 
 
-def full_complaints(kernel: type[Kernel], device: torch.device) -> list[str]:
+def full_complaints(kernel: type[Kernel], device: torch.device, case: Case) -> list[str]:
     """At the sizes of a model: against the reference alone, and in another batch."""
-    arguments = kernel.inputs(kernel.full, Draws(device))
+    arguments = kernel.inputs(case, Draws(device))
     with poisoned():
         got = kernel.outcome(kernel.run, arguments)
-    found = kernel.differences(kernel.full, "its reference", got, kernel.outcome(kernel.reference, arguments))
-    said = [f"{kernel.label(kernel.full)}: {text}" for text in found]
-    return said + batch_complaints(kernel, kernel.full, device)
+    found = kernel.differences(case, "its reference", got, kernel.outcome(kernel.reference, arguments))
+    said = [f"{kernel.label(case)}: {text}" for text in found]
+    return said + batch_complaints(kernel, case, device)
 
 
 def batch_complaints(kernel: type[Kernel], case: Case, device: torch.device | str = "cpu") -> list[str]:

@@ -11,8 +11,8 @@ is no GPU.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,12 +20,22 @@ import triton
 
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.registry import available
-from cacheprobe_kernels.base import INTERPRETED, Draws, Kernel
+from cacheprobe_kernels.base import INTERPRETED, Case, Draws, Kernel
 from cacheprobe_kernels.checks.contract import batch_complaints, full_complaints, reference_complaints
 
 _COPIED_BYTES = 2**30
 _PRODUCT = 8192
 """Numbers a side of the product whose rate stands for the device's."""
+
+WIDE = {
+    "cached_attention": {"g": 8, "groups": 4, "dk": 128, "dv": 128},
+    "capture_pack": {"m": 4096},
+    "lens_topk": {"n": 512, "m": 4096, "v": 128_256},
+    "matmul": {"n": 16, "i": 4096, "o": 14_336},
+    "rms_norm": {"m": 4096},
+    "store_kv": {"b": 16, "g": 8, "dk": 128, "dv": 128},
+}
+"""Sizes that a kernel has in a decode or verify pass of Llama 3.1 8B, where they are not those of `full`."""
 
 Clock = Callable[[Callable[[], object]], float]
 """Seconds of a call."""
@@ -42,9 +52,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Timing:
-    """One kernel at its full size."""
+    """One kernel at the size of a model."""
 
     kernel: str
+    case: str
     sizes: str
     microseconds: float
     reference_microseconds: float
@@ -55,28 +66,42 @@ class Timing:
     """bytes or products."""
 
 
+def large_cases(kernel: type[Kernel]) -> list[Case]:
+    """Returns the cases of a kernel at the sizes of SmolLM2 and of an 8B model."""
+    wide = {**kernel.full.sizes, **WIDE[kernel.name]}
+    return [kernel.full, replace(kernel.full, name="llama-8b", sizes=wide)]
+
+
+def kernel_complaints(
+    kernel: type[Kernel], device: torch.device, small: Sequence[Case], large: Sequence[Case]
+) -> list[str]:
+    """Of one kernel, in small cases and at the sizes of models."""
+    found = [text for case in small for text in reference_complaints(kernel, case, device)]
+    found += [text for case in small for text in batch_complaints(kernel, case, device)]
+    return found + [text for case in large for text in full_complaints(kernel, device, case)]
+
+
 def complaints(device: torch.device, say: Callable[[str], object] = print) -> list[str]:
     """Of every kernel and case, the full size too; `say` hears of each kernel."""
     found: list[str] = []
     for name, kernel in available("kernels").items():
-        mine = [text for case in kernel.cases for text in reference_complaints(kernel, case, device)]
-        mine += [text for case in kernel.cases for text in batch_complaints(kernel, case, device)]
-        mine += full_complaints(kernel, device)
+        mine = kernel_complaints(kernel, device, kernel.cases, [kernel.full])
         say(f"{name}: {len(kernel.cases)} cases and the full size: {'; '.join(mine) or 'good'}")
         found += mine
     return found
 
 
-def timed(kernel: type[Kernel], device: torch.device, best: Device, seconds_of: Clock) -> Timing:
-    """A kernel and its reference at the full size, beside the roof."""
-    arguments = kernel.inputs(kernel.full, Draws(device))
+def timed(kernel: type[Kernel], case: Case, device: torch.device, best: Device, seconds_of: Clock) -> Timing:
+    """A kernel and its reference in a case, beside the roof."""
+    arguments = kernel.inputs(case, Draws(device))
     num_bytes, num_flops = kernel.work(arguments)
     roofs = {"bytes": num_bytes / best.bytes_per_second, "products": num_flops / best.flops_per_second}
     limited_by = max(roofs, key=lambda name: roofs[name])
     seconds = seconds_of(lambda: kernel.run(**arguments))
     return Timing(
         kernel.name,
-        " ".join(f"{name}={size}" for name, size in kernel.full.sizes.items()),
+        case.name,
+        " ".join(f"{name}={size}" for name, size in case.sizes.items()),
         1e6 * seconds,
         1e6 * seconds_of(lambda: kernel.reference(**arguments)),
         1e6 * roofs[limited_by],
@@ -85,13 +110,15 @@ def timed(kernel: type[Kernel], device: torch.device, best: Device, seconds_of: 
     )
 
 
-def measured(device: torch.device, seconds_of: Clock) -> Device:
-    """Bandwidth of a copy, reading and writing, and the rate of a product in bfloat16."""
-    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+def measured(
+    device: torch.device, seconds_of: Clock, copied_bytes: int = _COPIED_BYTES, side: int = _PRODUCT
+) -> Device:
+    """Bandwidth of a copy, reading and writing, and the rate of a square product in bfloat16."""
+    source = torch.empty(copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * _COPIED_BYTES / seconds_of(lambda: target.copy_(source))
-    a, b = (torch.randn(_PRODUCT, _PRODUCT, device=device).bfloat16() for _ in range(2))
-    rate = 2 * _PRODUCT**3 / seconds_of(lambda: a @ b)
+    bandwidth = 2 * copied_bytes / seconds_of(lambda: target.copy_(source))
+    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    rate = 2 * side**3 / seconds_of(lambda: a @ b)
     return Device(torch.cuda.get_device_name(device), bandwidth, rate)
 
 
@@ -119,7 +146,7 @@ def main() -> int:
     device = torch.device("cuda")
     found = complaints(device)
     best = measured(device, seconds_of)
-    timings = [timed(kernel, device, best, seconds_of) for kernel in available("kernels").values()]
+    timings = [timed(kernel, kernel.full, device, best, seconds_of) for kernel in available("kernels").values()]
     print(
         f"{best.name}: {best.bytes_per_second / 1e9:.0f} GB/s, {best.flops_per_second / 1e12:.0f} TFLOP/s in bfloat16"
     )
