@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import platformdirs
 from filelock import FileLock
 
 from cacheprobe.core.files import fsync, sha256_of_file, write_json
@@ -25,7 +24,11 @@ _HASHES = "sha256.json"
 def cache_directory() -> Path:
     """Returns the path of the folder for converted models and compiled code: $CACHEPROBE_CACHE, or else the user's
     cache folder."""
-    return Path(os.environ.get("CACHEPROBE_CACHE") or platformdirs.user_cache_dir("cacheprobe")).expanduser()
+    if named := os.environ.get("CACHEPROBE_CACHE"):
+        return Path(named).expanduser()
+    from platformdirs import user_cache_path  # not on every machine with a GPU
+
+    return user_cache_path("cacheprobe")
 
 
 def cache_bytes() -> int:
