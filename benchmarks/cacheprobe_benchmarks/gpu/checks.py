@@ -19,10 +19,13 @@ from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.trace.trace import Trace
 from cacheprobe_benchmarks.shared.tiny import Size, tiny_model
 
+SMALL = Size(vocab=32, hidden=16, mlp=32, layers=2, heads=4, initializer_range=0.3)
+"""For a dry run. Whole registers of a processor, so that torch's activations compute every element alike."""
 SIZE = Size(vocab=1024, hidden=256, mlp=512, layers=4, heads=4, initializer_range=0.1)
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9], [30, 20, 10, 0]]
-SHAPE = dict(window=4, group=2, capacity=64, prefill_chunk=8, path="plain")
-"""The path is required: a hook would leave the run to the bridge and to torch."""
+SHAPE = dict(window=4, draft_length=3, group=2, capacity=64, prefill_chunk=8, path="plain")
+"""The path is required: a hook would leave the run to the bridge and to torch. So is the length of drafts: an adaptive
+one depends on measured times, and may be 0."""
 MOST_APART = 1e-4
 """Of a state's largest number, in float32: sums of four blocks are reordered."""
 
@@ -67,7 +70,7 @@ def determinism_complaints(device: str, size: Size = SIZE, new_tokens: int = 16)
     """Returns where a request has other bits alone than beside others, with a verifier and without one, and whether a
     planted product whose bits depend on the batch goes unnoticed."""
     model, planted, found = model_on(device, size), model_on(device, size), []
-    planted.operations = PlantedProduct("with a planted fault")
+    planted.use_operations(PlantedProduct("with a planted fault"))
     if not differing(planted, new_tokens, deterministic=False):
         found.append("plain: a planted batch-dependent product was not noticed")
     for way in DETERMINISMS:
@@ -79,6 +82,23 @@ def determinism_complaints(device: str, size: Size = SIZE, new_tokens: int = 16)
         except (ShapeRefused, EngineError):  # by the trial before the run, or for one request alone by the check in it
             pass
     return found
+
+
+def patching_complaints(device: str, size: Size = SIZE, new_tokens: int = 16) -> list[str]:
+    """Returns where a grid of activation patching in kernels on a device is not torch's on the CPU. Its prompts grow
+    with `new_tokens`."""
+    corrupt = [*PROMPTS[0], *range(new_tokens // 4)]
+    clean = [corrupt[0] + 1, *corrupt[1:]]
+    models = model_on(device, size), model_on("cpu", size, "torch")
+    given: Any = dict(answer=(7, 11), progress=False, path="plain")
+    ours, theirs = (cp.patching.activation(one, clean, corrupt, **given).table.logit_difference for one in models)
+    apart = float((ours - theirs).abs().max() / theirs.abs().max())
+    found = [] if theirs.std() > 0.01 else ["all cells have about the same logit difference: the check proves little"]
+    return found if apart <= MOST_APART else [*found, f"a logit difference is {apart:.1e} of the largest away"]
+
+
+COMPLAINTS = {"loop": loop_complaints, "determinism": determinism_complaints, "patching": patching_complaints}
+"""By check: function of a device, the size of a model and the number of new tokens."""
 
 
 def differing(model: CachedLM, new_tokens: int, is_drafted: bool = False, **settings: Any) -> list[str]:

@@ -1,10 +1,9 @@
 """Times the main job on a GPU: 16 prompts x 32 tokens of SmolLM2 and of random models of 1 and 8 billion weights.
 
-Against Hugging Face's `generate` of the same batch with nothing recorded, on a copy of the model, in alternating
-rounds; and against the roofline: the job's multiplications and bytes at the device's best measured rates.
+Against Hugging Face's `generate` of the same batch with nothing recorded, on a copy that shares the weights, in
+alternating rounds; and against the roofline: the job's multiplications and bytes at the device's best measured rates.
 """
 
-import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,6 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import cacheprobe as cp
 from cacheprobe.core.live import LiveModule
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.hf.shared import sharing_copy
+from cacheprobe.models.known import smollm2_directory
 from cacheprobe.models.loaders import plain_model
 from cacheprobe_benchmarks.shared.hugging_face import generated
 from cacheprobe_benchmarks.speed.products import Rates
@@ -39,6 +41,8 @@ SHAPES = {
     "random-8b": Shape(128_256, 4096, 14_336, 32, 32, 8),
 }
 """Dimensions of Llama 3.2 1B and Llama 3.1 8B, without their weights."""
+SMALL = Shape(64, 32, 48, 2, 4, 2)
+"""For a dry run."""
 
 
 def random_llama(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16) -> LiveModule:
@@ -58,26 +62,35 @@ def random_llama(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16)
         torch.set_default_dtype(before)
 
 
-def all_jobs(device: str, rates: Rates, rounds: int) -> dict[str, dict[str, Any]]:
-    """Returns the figures of `main_job` for SmolLM2 and for each random model, by name."""
-    live, tokenizer, _ = plain_model("smollm2-135m", "bfloat16")
-    prompts = [tokenizer(prompt).input_ids for prompt in coin_prompts()]
-    figures = {"smollm2-135m": main_job(live.to(device), prompts, rates, rounds)}
-    for name, shape in SHAPES.items():
-        draw = torch.Generator().manual_seed(0)
-        random = [torch.randint(0, shape.vocab, (len(prompt),), generator=draw).tolist() for prompt in prompts]
-        figures[name] = main_job(random_llama(shape, device), random, rates, rounds)
-    return figures
+def named(name: str, device: str, is_small: bool = False) -> tuple[CachedLM, list[list[int]]]:
+    """Returns a model by the name of its job, and the prompts of the job.
+
+    is_small: two prompts, and a tiny random model.
+    The fingerprint of a random model names its seed and shape in place of a SHA-256 of its weights, for which the
+    largest would download 16 GB.
+    Raises: FileNotFoundError if the package with SmolLM2 is absent.
+    """
+    if name not in SHAPES:
+        smollm2_directory()
+        live, tokenizer, _ = plain_model(name, "bfloat16")
+        prompts = [tokenizer(prompt).input_ids for prompt in coin_prompts(2 if is_small else 16)]
+        return cp.load_model(live.to(device)), prompts
+    shape = SMALL if is_small else SHAPES[name]
+    draw = torch.Generator().manual_seed(0)
+    lengths = (3, 2) if is_small else (32,) * 16
+    prompts = [torch.randint(0, shape.vocab, (length,), generator=draw).tolist() for length in lengths]
+    model = cp.load_model(random_llama(shape, device))
+    model._hashed = model.weights_checksum, f"seed 0, {shape}"
+    return model, prompts
 
 
 def main_job(
-    live: LiveModule, prompts: Sequence[list[int]], rates: Rates, rounds: int, new_tokens: int = NEW_TOKENS
+    model: CachedLM, prompts: Sequence[list[int]], rates: Rates, rounds: int, new_tokens: int = NEW_TOKENS
 ) -> dict[str, Any]:
     """Returns ratios of seconds, medians over alternating rounds: each job to Hugging Face with nothing recorded, and
     to the roofline. The first round is not timed."""
-    theirs = copy.deepcopy(live)
+    theirs = sharing_copy(model.live)
     theirs.generation_config.eos_token_id = None
-    model = cp.load_model(live)
     seconds: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
         jobs: dict[str, Callable[[], object]] = {"hf": lambda: generated(theirs, prompts, new_tokens)}
