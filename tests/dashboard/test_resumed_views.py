@@ -15,7 +15,7 @@ from tests.engine.test_engine_errors import BAD, indigestible
 from tests.invariants.runs import RUN
 from tests.tiny import PROMPTS, SMALL, loaded
 
-TIGHT = {**SMALL, "max_kv_tokens": 110, "prefill_chunk": 16, "pad_prefill": True}
+TIGHT = {**SMALL, "max_kv_tokens": 110, "prefill_chunk": 16, "pad_prefill": True, "draft_length": 3}
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ def test_memory_that_stays_away_is_an_error_of_its_request(gpu: Gpu) -> None:
             return any(one.state.request_id == 1 and len(one.state.generated) > 3 for one in a_pass.entries)
 
         error = r"request 1 ended with an error: step \d+: the decode pass of requests 1, 1 x 1, failed with Out"
-        with memory_ends(gpu, 50, does_end), pytest.warns(RuntimeWarning, match=error):
+        with memory_ends(gpu, 3, does_end), pytest.warns(RuntimeWarning, match=error):
             trace = cp.run(model, PROMPTS[:2], **RUN)
     assert trace.tokens[0] == whole.tokens[0] and bitwise(states(trace, 0), states(whole, 0))
     kept = trace.committed(1)

@@ -89,6 +89,7 @@ class Graphs(RepeatedPasses[Graph]):
         """Returns True if passes of this kind may be captured: few tokens of each request, none computed twice, and no
         hidden slots, which the host uploads."""
         is_plain = type(cache.cache) is KVCache and cache.duplicate is None and logit_slots is None
+        is_plain &= cache.cache.writer is not None  # without the kernel, the host writes rows one by one
         is_short = cache.positions.shape[1] <= MOST_WIDTH
         return not self.refusal and is_plain and is_short and not cache.cache.hides_slots(cache.rows)
 

@@ -250,14 +250,16 @@ class HuggingFaceLM(BaseLM):
 
     def logit_choice(self, logit_slots: Sequence[int] | None) -> dict[str, LiveModule]:
         """Returns the keyword argument {"logits_to_keep": slots} that makes the transformers model compute logits only
-        for the tokens at these indices; {} if `logit_slots` is None or the model has no such argument."""
+        for the tokens at these indices; {} if `logit_slots` is None, and for a model without such an argument or over
+        several devices."""
         if logit_slots is None or not self._can_choose_logits:
             return {}
         return {"logits_to_keep": upload(self.device, [torch.tensor(logit_slots)])[0]}
 
     @cached_property
     def _can_choose_logits(self) -> bool:
-        return "logits_to_keep" in inspect.signature(type(self.live).forward).parameters
+        has_argument = "logits_to_keep" in inspect.signature(type(self.live).forward).parameters
+        return has_argument and len({weight.device for weight in self.live.parameters()}) == 1
 
     def output_parts(self) -> OutputParts:
         """Returns the steps from the last residual stream to the logits as OutputParts."""
