@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.core.devices import upload
+from cacheprobe.core.devices import Download, upload
 from cacheprobe.core.noise import DRAFT_STREAM, gumbel_noise
 from cacheprobe.core.records import Finished, StepRecord, Verdict
 from cacheprobe.engine.model_runner import ModelRunner
@@ -201,8 +201,11 @@ class Committer:
             state.sampling.is_plain and state.sampling.is_greedy and not state.request.forced_token_ids
             for state in states
         )
-        choices = top_choices(self.runner.model, logits) if best is None else choices_in(best)
-        return logits if is_read_by_best else logits.cpu(), choices
+        if best is None and logits.device.type == "cpu":
+            return logits, top_choices(self.runner.model, logits)
+        wanted = [top_two(logits) if best is None else best, *([] if is_read_by_best else [logits])]
+        best, *arrived = Download(wanted).tensors()
+        return (arrived or [logits])[0], choices_in(best)
 
     def choose(
         self,
