@@ -72,18 +72,24 @@ def residual_errors(pre: Tensor, attn: Tensor, mlp: Tensor, post: Tensor, form: 
     return _fraction(error, magnitude.clamp_(min=torch.finfo(torch.float32).tiny).mul_(4 * eps))
 
 
-def check_blocks(
+def add_errors(found: Sequence[tuple[Check, list[Tensor]]], step: int) -> None:
+    """Adds the errors of one pass to each check, as `Check.add` does. Waits for a GPU once."""
+    largest = [error for _, errors in found for error in errors]
+    arrived = torch.stack(largest).cpu().split([len(errors) for _, errors in found]) if largest else ()
+    for (check, _), errors in zip(found, arrived, strict=bool(largest)):
+        check.add(list(errors), step)
+
+
+def block_errors(
     check: Check,
     watched: Mapping[tuple[str, int], Tensor],
     forms: Sequence[BlockSum],
     unchanged: Mapping[int, Sequence[int]],
-    step: int,
-) -> None:
-    """Checks that S = input + T + C in each layer of a pass, and adds the errors to `check`.
+) -> list[Tensor]:
+    """Returns the largest errors of S = input + T + C in the layers of a pass, for `add_errors`. Counts the rows.
 
     watched: states [r, m] by (site, layer); the input of a layer without site pre is S of the layer below.  forms: of
     each layer.  unchanged: layer -> which of its rows to check, if not all.
-    Raises: CaptureError for a difference that rounding does not make, and for NaN.
     """
     largest: list[Tensor] = []
     for layer, form in enumerate(forms):
@@ -93,7 +99,7 @@ def check_blocks(
         errors = residual_errors(*parts, form=form)
         check.num_rows += len(errors)
         largest += [errors.max()] if errors.numel() else []
-    check.add(largest, step)
+    return largest
 
 
 def lens_check(dtype: torch.dtype) -> Check:
@@ -103,18 +109,17 @@ def lens_check(dtype: torch.dtype) -> Check:
     )
 
 
-def check_lens(check: Check, logits: Tensor, model_logits: Tensor, step: int) -> None:
-    """Checks that logits [n, v], read by the logit lens from the last layer, equal the model's own, up to a tolerance.
-    Adds the errors to `check`.
+def lens_errors(check: Check, logits: Tensor, model_logits: Tensor) -> list[Tensor]:
+    """Returns the largest error of logits [n, v], read by the logit lens from the last layer, against the model's own,
+    for `add_errors`. Counts the rows.
 
     They need not be bitwise equal: the two matrix products have different numbers of rows, so sums are reordered.
-    Raises: CaptureError beyond the tolerance, and for NaN.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     scale = model_logits.abs().amax(-1).to(wide)
     error = (logits.to(wide) - model_logits).abs_().amax(-1)
     check.num_rows += len(logits)
-    check.add([_fraction(error, _lens_rtol(logits.dtype) * scale).max()], step)
+    return [_fraction(error, _lens_rtol(logits.dtype) * scale).max()]
 
 
 def _fraction(error: Tensor, allowed: Tensor) -> Tensor:
@@ -122,7 +127,7 @@ def _fraction(error: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _lens_rtol(dtype: torch.dtype) -> float:
-    """Returns the allowed error of `check_lens`, as a fraction of the row's largest logit."""
+    """Returns the allowed error of `lens_errors`, as a fraction of the row's largest logit."""
     return max(2 * torch.finfo(product_dtype(dtype)).eps, 1e-5)
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.models.base import BlockSum
-from cacheprobe.trace.self_checks import CaptureError, check_blocks, residual_check, residual_errors
+from cacheprobe.trace.self_checks import CaptureError, Check, add_errors, block_errors, residual_check, residual_errors
 
 LAYERS, ROWS = 7, 5
 FORMS = [*[BlockSum()] * 3, BlockSum(scale=0.5), *[BlockSum(mlp_parts=2)] * 3]
@@ -26,6 +26,16 @@ def states(
         assert below is not None
         made["S", layer] = form.scale * below + made["T", layer] + made["C", layer]
     return made
+
+
+def check_blocks(
+    check: Check,
+    made: dict[tuple[str, int], torch.Tensor],
+    forms: list[BlockSum],
+    unchanged: dict[int, list[int]],
+    step: int,
+) -> None:
+    add_errors([(check, block_errors(check, made, forms, unchanged))], step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

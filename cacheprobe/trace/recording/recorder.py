@@ -259,11 +259,13 @@ class Recorder(Observer, Source):
             layer: [i for i, row in enumerate(checked) if row not in rows] for layer, rows in record.rewritten.items()
         }
         forms = [block_sum(self.model, layer) for layer in range(ran)]
-        checks.check_blocks(self.residual_check, watched, forms, unchanged, record.step)
+        found = [(self.residual_check, checks.block_errors(self.residual_check, watched, forms, unchanged))]
         if record.logits is not None and ran == self.model.n_layers:
             rows = now.checked_index[:_LENS_CHECK_ROWS]
             logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
-            checks.check_lens(self.lens_check, logits, record.logits.flatten(0, 1)[rows], record.step)
+            errors = checks.lens_errors(self.lens_check, logits, record.logits.flatten(0, 1)[rows])
+            found.append((self.lens_check, errors))
+        checks.add_errors(found, record.step)
 
     def _confirm(self) -> None:
         """Moves what was recorded since the last confirmation into the run's lists: rows, states, features, readings,
