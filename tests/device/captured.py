@@ -14,8 +14,11 @@ Computed = Callable[[], Any]
 """Computes an operation on CPU tensors, and returns its results."""
 
 
-class CudaGraph:
+class CudaGraph(torch.cuda.CUDAGraph):
     """Holds the operations of a capture, and the memory of their results, which hold NaN until the first launch."""
+
+    def __new__(cls, gpu: Gpu) -> "CudaGraph":
+        return object.__new__(cls)
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -24,6 +27,9 @@ class CudaGraph:
         """Address -> (bytes that were there before the capture, a copy)."""
         self._made: dict[int, Tensor] = {}
         """Address -> a result of an operation."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "CudaGraph":
+        raise TypeError("cannot pickle 'CUDAGraph' object")
 
     def pool(self) -> tuple[int, int]:
         return (0, id(self))

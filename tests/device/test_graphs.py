@@ -66,7 +66,11 @@ def fed(model: PlainLM, count: int = 27, rows: tuple[int, ...] = (3, 0, 2)) -> l
     """Logits, states, keys and values of passes of one and four tokens, at growing positions; some stop after two
     blocks. What a listener keeps is not copied."""
     held, found, kept = model.new_cache(4, 64), list[Tensor](), list[Tensor]()
-    with model.capturing(SITES, lambda site, layer, value: kept.append(value)):
+
+    def keep(site: str, layer: int, value: Tensor) -> None:
+        kept.extend((torch.tensor([ord(site[0]), layer]), value))
+
+    with model.capturing(SITES, keep):
         for turn in range(count):
             step = turn % 9
             width, layers = (1, 4)[step % 3 == 2], 2 if step in (3, 7) else None
@@ -201,7 +205,8 @@ def test_passes_that_a_graph_cannot_hold_run_the_modules(on_kernels: Gpu, counts
 
 def test_a_copy_of_a_model_makes_graphs_of_its_own(on_kernels: Gpu) -> None:
     model = loaded("gpt2")
-    wanted = [logits_of(model, model.new_cache(1, 16)) for _ in range(5)][-1]
+    held = model.new_cache(1, 16)
+    wanted = [logits_of(model, held) for _ in range(5)][-1]
     other = copy.deepcopy(model)
     for weight in model.live.parameters():
         weight.data.zero_()

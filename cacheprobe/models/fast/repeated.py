@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class ModelForward(NamedTuple):
     """Gives a context manager inside which a function is called with the activations of these places, by hooks."""
 
 
+@runtime_checkable
 class Recording(Protocol):
     """Describes what computes passes of one shape (a Protocol)."""
 
