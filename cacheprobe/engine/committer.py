@@ -6,10 +6,9 @@ The observer trace/recording/recorder.py labels the recorded rows of a draft tok
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
@@ -22,18 +21,16 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.acceptance import accept_or_recover, find_ending, num_accepted
 from cacheprobe.ops.kernel_set import KernelSet
-from cacheprobe.ops.sampling import choose_token, lowest_argmax, sample_token, target_probs, top_two, two_largest
-
-
-class Choice(NamedTuple):
-    """Holds a chosen token id, its log-probability, and the margin between the log-probabilities of the two most likely
-    tokens, in nats."""
-
-    token_id: int
-    logprob_nats: float
-    """Log-probability of the token, in nats, under the model's own logits, before temperature and other processing."""
-    margin_nats: float
-    """Difference in nats between the log-probabilities of the two most likely tokens."""
+from cacheprobe.ops.sampling import (
+    Choice,
+    choices_in,
+    choose_token,
+    describe,
+    lowest_argmax,
+    sample_token,
+    target_probs,
+    top_two,
+)
 
 
 def choose_next(
@@ -80,28 +77,6 @@ def top_choices(model: CachedLM, logits: Float[Tensor, "n v"]) -> Sequence[Choic
     margins = (largest[:, 0] - largest[:, 1]).tolist()
     ids, nats = found.top_token_ids[:, 0].tolist(), found.top_logprob_nats[:, 0].tolist()
     return [Choice(*parts) for parts in zip(ids, nats, margins, strict=True)]
-
-
-def choices_in(best: Float64[Tensor, "n 4"]) -> list[Choice]:
-    """Returns the Choice of each row of what `top_two` returned. best: on the CPU."""
-    return [Choice(int(token_id), nats, margin) for token_id, nats, margin, _ in best.tolist()]
-
-
-def describe(token_id: int, logits: Float[Tensor, "v"], top_choice: Choice | None = None) -> Choice:
-    """Returns the Choice of a token id under logits [v]: log-probability, and margin between the two top_choice tokens.
-
-    Takes the logits of one position only, because the bits of a sum must not depend on the number of positions.
-    top_choice: of these logits, if `top_choices` read them already.
-    """
-    if top_choice is not None:
-        if token_id == top_choice.token_id:
-            return top_choice
-        lower_by = float(logits[top_choice.token_id].double() - logits[token_id].double())
-        return Choice(token_id, top_choice.logprob_nats - lower_by, top_choice.margin_nats)
-    values = logits.float()
-    largest, other = two_largest(values)
-    logsumexp = (values - largest).exp_().sum().log() + largest
-    return Choice(token_id, float(values[token_id] - logsumexp), largest - other)
 
 
 def judge_by_equality(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
 from cacheprobe.core.records import DraftCosts
-from cacheprobe.engine.committer import Choice, Committer
+from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.drafters.base import Drafter, propose
 from cacheprobe.engine.drafts.lengths import DraftLengths, split
 from cacheprobe.engine.model_runner import ModelRunner
@@ -20,6 +20,7 @@ from cacheprobe.engine.prefill import Prefill
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 from cacheprobe.ops.acceptance import clip_draft
+from cacheprobe.ops.sampling import Choice
 
 StepOf = Callable[[Sequence[SequenceState]], None]
 """Runs a step of these requests."""

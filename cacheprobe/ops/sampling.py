@@ -7,6 +7,7 @@ threads.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,17 @@ from torch import Tensor
 
 from cacheprobe.core.noise import gumbel_noise
 from cacheprobe.core.records import SamplingParams
+
+
+class Choice(NamedTuple):
+    """Holds a chosen token id, its log-probability, and the margin between the log-probabilities of the two most likely
+    tokens, in nats."""
+
+    token_id: int
+    logprob_nats: float
+    """Log-probability of the token, in nats, under the model's own logits, before temperature and other processing."""
+    margin_nats: float
+    """Difference in nats between the log-probabilities of the two most likely tokens."""
 
 
 def target_scores(logits: Float[Tensor, "v"], sampling: SamplingParams, prefix: Sequence[int]) -> Float64[Tensor, "v"]:
@@ -158,7 +170,7 @@ def top_two(logits: Float[Tensor, "n v"]) -> Float64[Tensor, "n 4"]:
 
     For a GPU, which adds numbers in an order that depends on the number of rows. Whole numbers are added here, so that
     the bits of a row depend on that row alone.
-    Twin: engine.committer.describe of the row on the CPU: ids and margins ==, log-probabilities close(1e-5).
+    Twin: `describe` of the row on the CPU: ids and margins ==, log-probabilities close(1e-5).
     """
     ids = torch.arange(logits.shape[-1], device=logits.device)
     values = logits if logits.dtype == torch.float64 else logits.float()
@@ -169,6 +181,28 @@ def top_two(logits: Float[Tensor, "n v"]) -> Float64[Tensor, "n 4"]:
     nats = _UNIT_BITS * math.log(2) - units.double().log()
     best = largest[:, 0].double()
     return torch.stack((first[:, 0].double(), nats, best - second, best), -1)
+
+
+def choices_in(best: Float64[Tensor, "n 4"]) -> list[Choice]:
+    """Returns the Choice of each row of what `top_two` returned. best: on the CPU."""
+    return [Choice(int(token_id), nats, margin) for token_id, nats, margin, _ in best.tolist()]
+
+
+def describe(token_id: int, logits: Float[Tensor, "v"], top_choice: Choice | None = None) -> Choice:
+    """Returns the Choice of a token id under logits [v]: log-probability, and margin between the two top_choice tokens.
+
+    Takes the logits of one position only, because the bits of a sum must not depend on the number of positions.
+    top_choice: of these logits, if `top_choices` read them already.
+    """
+    if top_choice is not None:
+        if token_id == top_choice.token_id:
+            return top_choice
+        lower_by = float(logits[top_choice.token_id].double() - logits[token_id].double())
+        return Choice(token_id, top_choice.logprob_nats - lower_by, top_choice.margin_nats)
+    values = logits.float()
+    largest, other = two_largest(values)
+    logsumexp = (values - largest).exp_().sum().log() + largest
+    return Choice(token_id, float(values[token_id] - logsumexp), largest - other)
 
 
 def _as_numpy(values: Tensor) -> np.ndarray:

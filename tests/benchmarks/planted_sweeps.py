@@ -1,13 +1,18 @@
-"""Costs that tests plant into the benchmarks of sweeps, of rollbacks of recurrent states, and of other models."""
+"""Costs that tests plant into the benchmarks of sweeps, rollbacks of recurrent states, other models and memory."""
 
+import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import cacheprobe as cp
+from cacheprobe_benchmarks.catalogue import small
 from cacheprobe_benchmarks.speed import recurrent_rollback
-from cacheprobe_benchmarks.states import families, own_model
+from cacheprobe_benchmarks.states import families, memory, own_model, sizes
 from cacheprobe_benchmarks.sweeps import sweep, sweep_backends
 from tests.planted_costs import HOUR, Clock
 
@@ -74,3 +79,29 @@ def of_own_model(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, flo
         **{key.replace("measured phi3", name): ratio for key, ratio in found.items()},
         f"{name} load_ratio": 1, f"{name} bfloat16 first_run_ratio": 1.5,
     }  # fmt: skip
+
+
+def of_memory(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A run that keeps 4 gigabytes beside its trace; the peak of two processes differs by some tens of megabytes."""
+    without = small("memory")(1)["beyond_trace_mb"]
+    monkeypatch.setattr(memory, "subprocess", _children_that_keep_4_gb())
+    return {"beyond_trace_mb": without + 4000}
+
+
+def of_sizes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The same beside the model."""
+    without = small("sizes")(1)["peak_gb"]
+    monkeypatch.setattr(sizes, "subprocess", _children_that_keep_4_gb())
+    return {"peak_gb": without + 4}
+
+
+def _children_that_keep_4_gb() -> Any:
+    """Returns a module `subprocess` for such processes."""
+    hold = "import torch, cacheprobe as cp; kept, run = [], cp.run; "
+    hold += "cp.run = lambda *a, **s: (kept.append(torch.ones(10**9)), run(*a, **s))[1]; "
+
+    def started(start: Any, command: list[str], **settings: Any) -> Any:
+        return start([*command[:-1], hold + command[-1]], **settings)
+
+    run, popen = partial(started, subprocess.run), partial(started, subprocess.Popen)
+    return SimpleNamespace(run=run, Popen=popen, PIPE=subprocess.PIPE)

@@ -5,11 +5,9 @@ ratio of two costs is known beforehand.
 """
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +28,7 @@ from cacheprobe_benchmarks.states import (
     large_trace,
     lens,
     main_job,
-    memory,
     patching,
-    sizes,
     to_disk,
     trace,
     tuned_lens,
@@ -156,32 +152,6 @@ def of_lens(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
     monkeypatch.setattr(lens, "_read", reading)
     return {"over_matmul": 3}
-
-
-def of_memory(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """A run that keeps 4 gigabytes beside its trace; the peak of two processes differs by some tens of megabytes."""
-    without = small("memory")(1)["beyond_trace_mb"]
-    monkeypatch.setattr(memory, "subprocess", _children_that_keep_4_gb())
-    return {"beyond_trace_mb": without + 4000}
-
-
-def of_sizes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """The same beside the model."""
-    without = small("sizes")(1)["peak_gb"]
-    monkeypatch.setattr(sizes, "subprocess", _children_that_keep_4_gb())
-    return {"peak_gb": without + 4}
-
-
-def _children_that_keep_4_gb() -> Any:
-    """Returns a module `subprocess` for such processes."""
-    hold = "import torch, cacheprobe as cp; kept, run = [], cp.run; "
-    hold += "cp.run = lambda *a, **s: (kept.append(torch.ones(10**9)), run(*a, **s))[1]; "
-
-    def started(start: Any, command: list[str], **settings: Any) -> Any:
-        return start([*command[:-1], hold + command[-1]], **settings)
-
-    run, popen = partial(started, subprocess.run), partial(started, subprocess.Popen)
-    return SimpleNamespace(run=run, Popen=popen, PIPE=subprocess.PIPE)
 
 
 def of_patching(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:

@@ -5,13 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from tests.device.captured import CudaGraph
 
 _ROOT = f"{Path(__file__).parents[2]}/"
 _NOT_OURS = ("/site-packages/", "/tests/device/", "/lib/python", "<")
@@ -43,8 +40,8 @@ class Gpu:
         """Phase -> how often it began."""
         self.refused: list[str] = []
         """Errors that a GPU would raise, also those that the tested code caught."""
-        self.graph: CudaGraph | None = None
-        """The graph that is captured now."""
+        self.graph: Any = None
+        """The `captured.CudaGraph` that is captured now; None for none."""
         self._on_their_way: list[tuple[Tensor, Tensor]] = []
         self.num_begun = 0
         """Number of copies to the host that have begun."""

@@ -29,7 +29,7 @@ class CapturedCache(StagedCache):
         self._placed, self._run, self.spans = {device: Placed(*parts_of(self.fed, placed))}, None, None
 
 
-class _Shape(NamedTuple):
+class _GraphShape(NamedTuple):
     """Holds what passes have in common if they share a graph, which holds the addresses of a cache."""
 
     cache: int
@@ -97,17 +97,17 @@ class Graphs(RepeatedPasses[Graph]):
         """Returns the places with listeners."""
         return [place for place in listeners if num_layers is None or place[1] < num_layers]
 
-    def _key(self, cache: StagedCache, num_layers: int | None, places: Sequence[Place]) -> _Shape:
+    def _key(self, cache: StagedCache, num_layers: int | None, places: Sequence[Place]) -> _GraphShape:
         span = 0 if cache.is_read_in_place else cache.span
         batch, width = cache.positions.shape
         number = id(cache.cache)
         if number not in self._caches:
             self._caches[number] = ref(cache.cache, partial(self._forget_cache, number))
-        return _Shape(number, num_layers, batch, width, span, tuple(places))
+        return _GraphShape(number, num_layers, batch, width, span, tuple(places))
 
     def _forget_cache(self, number: int, gone: "ref[KVCache]") -> None:
         del self._caches[number]
-        for key in [key for key in self._shapes if isinstance(key, _Shape) and key.cache == number]:
+        for key in [key for key in self._shapes if isinstance(key, _GraphShape) and key.cache == number]:
             self._drop(key)
 
     def _call(self, listeners: Listeners, noted: Activations) -> None:

@@ -40,7 +40,7 @@ class ModelForward(NamedTuple):
 
 
 @runtime_checkable
-class Recording(Protocol):
+class RepeatedPass(Protocol):
     """Describes what computes passes of one shape (a Protocol)."""
 
     @property
@@ -54,7 +54,7 @@ class Recording(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Recording)
+R = TypeVar("R", bound=RepeatedPass)
 
 
 class RepeatedPasses(ABC, Generic[R]):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.values import listed, whole_number
-from cacheprobe.engine.committer import Choice, describe
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import feed
+from cacheprobe.ops.sampling import Choice, describe
 from cacheprobe.trace.importers.checks import close_to, typical_share
 from cacheprobe.trace.importers.common import (
     Generation,
