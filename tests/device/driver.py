@@ -90,8 +90,11 @@ def _an_accelerator() -> Iterator[None]:
         table.value = before
 
 
-class Event:
+class Event(torch.cuda.Stream):
     """Stands for an event, and for the one stream."""
+
+    def __new__(cls, gpu: Gpu, **_: object) -> "Event":
+        return object.__new__(cls)
 
     def __init__(self, gpu: Gpu, **_: object) -> None:
         self._gpu, self._number = gpu, gpu.num_begun
