@@ -14,14 +14,17 @@ def upload(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def joined(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Returns the numbers of all tensors, one after another. out: memory for them."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
+    """Returns the numbers of all tensors, one after another, each from an even place on: kernels are compiled for
+    addresses that are multiples of 16 bytes. out: memory for them."""
+    odd = tensors[0].new_zeros(1)
+    parts = (part for one in tensors for part in (one.reshape(-1), odd[: one.numel() % 2]))
+    return torch.cat(list(parts), out=out)
 
 
 def parts_of(numbers: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns views of `numbers` that have the shapes of the tensors in `like`, one after another."""
-    parts = numbers.split([tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    """Returns views of what `joined` returned that have the shapes of the tensors in `like`."""
+    parts = numbers.split([one.numel() + one.numel() % 2 for one in like])
+    return [part[: one.numel()].view(one.shape) for part, one in zip(parts, like, strict=True)]
 
 
 class Download:
@@ -38,7 +41,7 @@ class Download:
             with torch.cuda.stream(beside):
                 for number, tensor in enumerate(tensors):
                     if tensor.device == device:
-                        self._held[number] = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+                        self._held[number] = _pinned(tensor)
                         self._held[number].copy_(tensor, non_blocking=True)
                         tensor.record_stream(beside)  # nobody gets its memory before the copy has ended
             self._events.append(beside.record_event())
@@ -48,6 +51,25 @@ class Download:
         for event in self._events:
             event.synchronize()
         return [one.clone() if one.is_pinned() else one for one in self._held]  # pinned memory is used again
+
+
+def _pinned(like: Tensor) -> Tensor:
+    """Returns new memory of the host for a copy: pinned, or without such memory any, to which copies wait."""
+    try:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(like.shape, dtype=like.dtype)
+
+
+_CPU_REFUSAL = "can't allocate memory"
+"""Text of the RuntimeError that torch raises if the CPU's memory is used up; this error has no class of its own."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Returns whether an error says that Python, a GPU, or torch on the CPU could not allocate memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _CPU_REFUSAL in str(error)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -3,6 +3,7 @@
 The observer trace/recording/recorder.py labels the recorded rows of a draft token: committed, rolled back or abandoned.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -12,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.core.devices import Download, upload
+from cacheprobe.core.devices import Download, is_out_of_memory, upload
 from cacheprobe.core.noise import DRAFT_STREAM, gumbel_noise
 from cacheprobe.core.records import Finished, StepRecord, Verdict
 from cacheprobe.engine.model_runner import ModelRunner
-from cacheprobe.engine.passes import EngineError, Entry, Pass, is_out_of_memory
+from cacheprobe.engine.passes import EngineError, Entry, Pass
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.acceptance import accept_or_recover, find_ending, num_accepted
@@ -52,6 +53,8 @@ def choose_next(
         return forced[position - state.request.num_prompt_tokens]
     sampling = state.sampling
     if top_choice is not None and sampling.is_plain and sampling.is_greedy:
+        if not math.isfinite(top_choice.logprob_nats):
+            raise ValueError(f"logits for position {position} hold NaN or infinity")
         return top_choice.token_id
     if sampling.is_plain:
         assert sampling.temperature is not None and sampling.seed is not None

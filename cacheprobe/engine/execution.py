@@ -87,7 +87,7 @@ def prepare(plan: RunPlan, is_reference: bool = False, draft_costs: DraftCosts |
     is_drafted, is_invariant = plan.drafter is not None, plan.config.is_invariant
     if is_drafted and not is_reference:
         require_drafter(plan.drafter, plan.model)
-    may_stop = plan.drafter is not None and drafts_may_stop(plan.config, plan.drafter)
+    may_stop = plan.drafter is not None and not is_reference and drafts_may_stop(plan.config, plan.drafter)
     states = []
     for request in plan.requests:
         is_decided = is_reference or is_drafted or request.is_deterministic

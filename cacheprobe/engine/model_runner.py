@@ -7,10 +7,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from cacheprobe.core.devices import is_out_of_memory
 from cacheprobe.core.records import ForwardRecord, Observer, Thought
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
-from cacheprobe.engine.passes import EngineError, Pass, is_out_of_memory
+from cacheprobe.engine.passes import EngineError, Pass
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.sampling import top_two

@@ -18,9 +18,6 @@ from cacheprobe.ops.compiled.attention import serves_tokens_of
 PAD_TOKEN_ID = 0
 """Token id that pads and dummies feed. Its value has no effect, because no real token attends to them."""
 
-_CPU_REFUSAL = "can't allocate memory"
-"""Text of the RuntimeError that torch raises if the CPU's memory is used up; this error has no class of its own."""
-
 
 class ShapeFault(EngineError):
     """Raised if a request's tokens were computed twice with different bits: the shape of the passes is at fault."""
@@ -28,13 +25,6 @@ class ShapeFault(EngineError):
 
 class BatchedPromptFault(ShapeFault):
     """Raised if a prompt has other bits in a pass with other prompts than in one by itself."""
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Returns whether an error says that Python, a GPU, or torch on the CPU could not allocate memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and _CPU_REFUSAL in str(error)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,9 @@ class Prefill:
             read = [(i, slot) for i, slot in enumerate(last) if slot is not None]
             places = [(a_pass.batch_index[i], slot if slots is None else slots.index(slot)) for i, slot in read]
             # every choice before any commit: an error here leaves all requests as they were
-            chosen = self._choose([entries[i].state for i, _ in read], [out[place] for place in places])
+            chosen = self._choose(
+                a_pass, out, [(entries[i].state, *place) for (i, _), place in zip(read, places, strict=True)]
+            )
             if is_without_pads and len(entries) > 1:
                 self.checker.note_batch([entry.state for entry in entries])
             committed = []
@@ -69,17 +71,26 @@ class Prefill:
                     committed.append((entry.state.request_id, self.committer.commit_plain(entry.state, token_id)))
             self.committer.report("prefill", [e.state for e in entries], committed=tuple(committed))
 
-    def _choose(self, states: Sequence[SequenceState], logits: Sequence[Tensor]) -> dict[int, int]:
-        """Returns the first token of each of these requests, by request id. logits: [v] of the last prompt token, which
-        are kept."""
-        if not states:
+    def _choose(self, a_pass: Pass, out: Tensor, ends: Sequence[tuple[SequenceState, int, int]]) -> dict[int, int]:
+        """Returns the first token of each request whose prompt ends in a pass, by request id, and keeps its logits.
+        ends: (request, batch index, index of its last prompt token among the logits `out`). Raises: EngineError if
+        memory runs out."""
+        if not ends:
             return {}
-        rows, choices = self.committer.read_rows(states, torch.stack(list(logits)))
-        chosen = {}
-        for state, row, best in zip(states, rows, choices, strict=True):
-            state.prompt_logits, position = row, state.last_committed_position + 1
-            chosen[state.request_id] = self.committer.choose(state, row, (), position, best)
-        return chosen
+        states, places = [state for state, *_ in ends], [b * out.shape[1] + slot for _, b, slot in ends]
+        with self.runner.out_of_memory_named(a_pass, "read"):
+            best = None if a_pass.best is None else a_pass.best[torch.tensor(places)]
+            rows = torch.stack([out[b, slot] for _, b, slot in ends])
+            rows, choices = self.committer.read_rows(states, rows, best)
+            for state, row, choice in zip(states, rows, choices, strict=True):
+                state.prompt_logits, state.prompt_choice = row.clone(), choice
+        return {state.request_id: self._first_token(state) for state in states}
+
+    def _first_token(self, state: SequenceState) -> int:
+        """Returns the token that a request chooses after its prompt."""
+        assert state.prompt_logits is not None
+        position = state.request.num_prompt_tokens
+        return self.committer.choose(state, state.prompt_logits, (), position, state.prompt_choice)
 
     def _begin(self, state: SequenceState) -> None:
         """Stores the prompt's length in the cache, and copies the request's KVSnapshot, if any, into its cache row."""
@@ -109,10 +120,10 @@ class Prefill:
         self.runner.skip()
         self._begin(state)
         length = state.request.num_prompt_tokens
-        state.prompt_logits = source.prompt_logits
+        state.prompt_logits, state.prompt_choice = source.prompt_logits, source.prompt_choice
         if source.request_id in self.checker.batched:
             self.checker.batched[state.request_id] = state
-        token_id = self.committer.choose(state, state.prompt_logits, (), length)
+        token_id = self._first_token(state)
         self.runner.cache.copy_row(source.cache_row, state.cache_row, length)
         self.committer.observer.on_shared_prompt(state.request_id, self.runner.step, source.request_id)
         self.committer.observer.on_ledger(state.request_id, self.runner.step, 0, length, "prefill")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
+from cacheprobe.core.devices import is_out_of_memory
 from cacheprobe.core.records import CAPACITY_STEP
-from cacheprobe.engine.passes import is_out_of_memory
 from cacheprobe.engine.shape_trial import ShapeTrial, known_results, num_trials, remember
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.settings import numeric_settings

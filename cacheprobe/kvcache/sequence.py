@@ -12,6 +12,7 @@ from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.status import ALLOWED, ENDED, STATUS_OF_REASON, Status, StatusError
 from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.ops.acceptance import StopRule
+from cacheprobe.ops.sampling import Choice
 
 
 @dataclass(eq=False)
@@ -62,6 +63,8 @@ class SequenceState:
     """Number of prompt tokens whose keys and values are cached."""
     prompt_logits: Tensor | None = None
     """Logits [v] of the last prompt token, kept for other requests with the same prompt."""
+    prompt_choice: Choice | None = None
+    """The Choice of the most likely token of `prompt_logits`, if it was read with them."""
     admitted_at: int = -1
     """Order of admission. If the running requests need more than max_kv_tokens slots, the newest request is preempted
     first."""

@@ -250,7 +250,8 @@ class StagedCache:
             return torch.zeros(1, 1, 1, 1, dtype=dtype, device=device).expand(
                 len(self.rows), 1, *self.positions.shape[1:], 1
             )
-        slots, positions = torch.arange(self.span, device=device), self.placed(device).positions[..., None]
+        positions = self.positions if device.type == "cpu" else self.placed(device).positions
+        slots, positions = torch.arange(self.span, device=device), positions[..., None]
         hidden = slots > positions
         if window is not None:
             hidden |= slots <= positions - window

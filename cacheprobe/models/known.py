@@ -16,7 +16,7 @@ from urllib.request import getproxies
 from cacheprobe.core.files import sha256_of_file
 from cacheprobe.core.live import LiveModule, ModelError
 from cacheprobe.core.values import Json
-from cacheprobe.models.converted import commit_directory, directory_of_gguf, is_complete, sha256_of_gguf
+from cacheprobe.models.converted import CONTENTS, commit_directory, directory_of_gguf, is_complete, sha256_of_gguf
 from cacheprobe.models.quantised.gguf import checked_header, convert, gguf_file
 
 SMOLLM2, GEMMA = "smollm2-135m", "gemma-3-270m"
@@ -249,9 +249,11 @@ def embedded_directory(name: str, progress: bool = True) -> Path:
     Raises: FileNotFoundError if a package is absent; ModelError as `convert`, and for a full disk.
     """
     model, target = EMBEDDED[name], converted_directory(name)
-    if is_complete(target):
-        return target
     notice = f"{model.terms} {model.package() / model.terms_file}" if model.terms else ""
+    if is_complete(target):
+        if notice and "terms" not in json.loads((target / CONTENTS).read_text()):  # it was converted by its path
+            print(notice, file=sys.stderr, flush=True)
+        return target
 
     def build(directory: Path) -> None:
         """Converts the model into `directory`, from which a file that was joined there is deleted."""

@@ -170,15 +170,18 @@ def checksum_of(named: Sequence[tuple[str, Tensor]], has_bytes_here: bool | None
     """
     digest, parts = xxhash.xxh3_128(), list[tuple[Tensor, ...]]()
     for _, weight in named:
-        flat = weight.detach().contiguous().view(-1).view(torch.uint8)
-        hashes_bytes = flat.device.type == "cpu" if has_bytes_here is None else has_bytes_here
-        parts.append((flat,) if hashes_bytes else _sums(flat))
+        hashes_bytes = weight.device.type == "cpu" if has_bytes_here is None else has_bytes_here
+        parts.append(() if hashes_bytes else _sums(_bytes_of(weight)))
     arrived = iter(Download([part for of in parts for part in of]).tensors())
     for (name, weight), of in zip(named, parts, strict=True):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        for part in islice(arrived, len(of)):
+        for part in islice(arrived, len(of)) if of else [_bytes_of(weight)]:
             digest.update(part.numpy().data.cast("B"))
     return digest.hexdigest()
+
+
+def _bytes_of(weight: Tensor) -> Tensor:
+    return weight.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _sums(flat: Tensor) -> tuple[Tensor, ...]:
@@ -186,7 +189,7 @@ def _sums(flat: Tensor) -> tuple[Tensor, ...]:
     columns, and the remaining bytes."""
     in_rows = len(flat) // 4096 * 4096  # bytes in whole rows of 512 words
     words = flat[:in_rows].view(torch.int64).view(-1, 512)
-    return words.sum(1).view(torch.uint8), words.sum(0).view(torch.uint8), flat[in_rows:]
+    return words.sum(1).view(torch.uint8), words.sum(0).view(torch.uint8), flat[in_rows:].clone()
 
 
 def sha256_of(named: Sequence[tuple[str, Tensor]]) -> str:

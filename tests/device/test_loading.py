@@ -24,6 +24,7 @@ from tests.device.counts import Gpu
 from tests.device.runs import kernels_by_references, states
 from tests.tiny import PROMPTS, hf_model
 
+BY_TORCH = "torch computes these operations, because their kernels cannot run: "
 RUN: dict[str, Any] = dict(window=4, group=2, capacity=64, max_new_tokens=8, progress=False, deterministic=True)
 RUN |= dict(capture="STCZ", drafter=cp.drafters.EarlyExit(layer=1))
 WRONG = "out is wrong"
@@ -54,10 +55,7 @@ def test_one_kernel_that_fails_its_trial_is_replaced_alone(gpu: Gpu, name: str) 
         model, said = loaded_on_gpu()
         trace = cp.run(model, PROMPTS[:2], **RUN)
     (line,) = said
-    assert line == (
-        f"LlamaForCausalLM on cuda:0: torch computes in place of kernels ({name}: the kernel is not its reference on "
-        f"cuda:0: {WRONG})"
-    )
+    assert line == (f"LlamaForCausalLM on cuda:0: {BY_TORCH}{name}: the kernel is not its reference on cuda:0: {WRONG}")
     assert repr(model).endswith(f"cuda:0, Triton kernels; by torch: {name})")
     assert trace.fingerprint["products"].endswith(f"compute capability 9.0; by torch: {name}")
     launched = {operation for _, operation, _ in gpu.launches}
@@ -74,14 +72,14 @@ def test_no_kernel_is_one_line_with_the_reason(gpu: Gpu, monkeypatch: pytest.Mon
     failing = {operation.name: WRONG for operation in dispatch.OPERATIONS}
     with kernels_by_references(gpu, failing):
         model, (line,) = loaded_on_gpu()
-    assert line.startswith("LlamaForCausalLM on cuda:0: torch computes in place of kernels (the kernel is not its")
+    assert line.startswith(f"LlamaForCausalLM on cuda:0: {BY_TORCH}the kernel is not its")
     assert line.count(WRONG) == 1 and repr(model).endswith("cuda:0, by torch)")
     with kernels_by_references(gpu):
         assert loaded_on_gpu(dtype=torch.float64)[1] == []
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
             _, (line,) = loaded_on_gpu()
-            assert "(Pretend GPU, compute capability 8.6; kernels are compiled and inspected for 8.0 and 9.0)" in line
+            assert "Pretend GPU, compute capability 8.6; kernels are compiled and inspected for 8.0 and 9.0" in line
             with pytest.raises(ModelError, match="cannot run in Triton kernels: Pretend GPU, compute capability 8.6"):
                 loaded_on_gpu(products="kernels")
 
@@ -91,7 +89,7 @@ def test_no_kernel_is_one_line_with_the_reason(gpu: Gpu, monkeypatch: pytest.Mon
     with kernels_by_references(gpu), monkeypatch.context() as patch:
         patch.setattr(dispatch, "find", absent)
         _, (line,) = loaded_on_gpu()
-    assert line.endswith("(triton is not installed: pip install 'cacheprobe[kernels]')")
+    assert line.endswith("triton is not installed: pip install 'cacheprobe[kernels]'")
 
 
 def test_required_kernels_are_required_each(gpu: Gpu) -> None:

@@ -138,11 +138,18 @@ MUTATIONS = [
             lambda real, request, first, run_seed: lambda seed, index: real(seed, index - first),
         ),
     ),
-    bug(
+    Mutation(
         "ties go to the highest id",
         ("19_sampling_breaks",),
-        "cacheprobe.ops.sampling:lowest_argmax",
-        lambda real: lambda logits: len(logits) - 1 - real(logits.flip(0)),
+        {
+            "cacheprobe.ops.sampling:lowest_argmax": lambda real: lambda logits: len(logits) - 1 - real(logits.flip(0)),
+            f"{CHOOSING}:top_choices": lambda real: (
+                lambda model, logits: [
+                    best and best._replace(token_id=logits.shape[-1] - 1 - best.token_id)
+                    for best in real(model, logits.flip(-1))
+                ]
+            ),
+        },
     ),
     # -- processors
     bug(

@@ -29,7 +29,7 @@ from cacheprobe.models.plain.files import refuse_unknown_memory
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
 from cacheprobe.ops.kernel_set import KernelSet
-from cacheprobe.trace.self_checks import CaptureError, check_residual, residual_check
+from cacheprobe.trace.self_checks import CaptureError, residual_check, residual_errors
 from tests.feeding import fed_in_parts, texts
 from tests.field.tiny_family import tiny_config, tiny_family
 from tests.twins.equivalence import hf_greedy
@@ -256,10 +256,10 @@ def test_parts_that_cancel_are_no_fault_of_a_block_of_several_parts() -> None:
     pre, first, second = (torch.tensor([values]) for values in ([1e-8, 1.0], [1.0, 1.0], [-1.0, 1.0]))
     post, zero = (pre + first) + second, torch.zeros(1, 2)
     states = pre, zero, first + second, post
-    check_residual(residual_check(torch.float32), *states, step=0, form=BlockSum(mlp_parts=2))
+    residual_check(torch.float32).add([residual_errors(*states, form=BlockSum(mlp_parts=2)).max()], 0)
     for wrong in (BlockSum(), BlockSum(scale=SCALE, mlp_parts=2)):
         with pytest.raises(CaptureError, match="resid_post"):
-            check_residual(residual_check(torch.float32), *states, step=0, form=wrong)
+            residual_check(torch.float32).add([residual_errors(*states, form=wrong).max()], 0)
 
 
 @pytest.mark.parametrize("wrong", ["0", "negative", "half", "of another row"])
@@ -269,10 +269,12 @@ def test_a_wrong_c_of_several_parts_is_found_beside_a_massive_number(wrong: str)
     pre[:, 7] = 3000.0
     pre, attn, mlp = pre.bfloat16(), attn.bfloat16(), mlp.bfloat16()
     post = (pre + attn) + mlp
-    check_residual(residual_check(torch.bfloat16), pre, attn, mlp, post, step=0, form=BlockSum(mlp_parts=2))
+    residual_check(torch.bfloat16).add([residual_errors(pre, attn, mlp, post, form=BlockSum(mlp_parts=2)).max()], 0)
     given = {"0": 0 * mlp, "negative": -mlp, "half": mlp / 2, "of another row": mlp.roll(1, 0)}[wrong]
     with pytest.raises(CaptureError, match="resid_post"):
-        check_residual(residual_check(torch.bfloat16), pre, attn, given, post, step=0, form=BlockSum(mlp_parts=2))
+        residual_check(torch.bfloat16).add(
+            [residual_errors(pre, attn, given, post, form=BlockSum(mlp_parts=2)).max()], 0
+        )
 
 
 def test_routing_of_a_router_in_the_block() -> None:

@@ -73,7 +73,7 @@ class BaseLM(TokenText, ABC):
         """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
         after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
         with one_at_a_time(), torch.inference_mode():  # decorators would be two more frames of every pass
-            staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention, token_ids)
+            staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention, token_ids.cpu())
             return self._forward(staged.placed(self.device).token_ids, staged, num_layers, logit_slots)
 
     @abstractmethod

@@ -262,8 +262,11 @@ class PlainLM(WithBridge):
         """False without a kernel of attention, and if scores are limited or have sinks, which the kernel lacks."""
         if not (isinstance(self._by_module, KernelOperations) and self._by_module.kernels.attend):
             return False
-        has_sinks = any(name.endswith("sinks") for name, _ in self.model.named_parameters())
-        return not (getattr(self.config, "attn_logit_softcapping", None) or has_sinks)
+        return not (getattr(self.config, "attn_logit_softcapping", None) or self._has_sinks)
+
+    @cached_property
+    def _has_sinks(self) -> bool:
+        return any(name.endswith("sinks") for name, _ in self.model.named_parameters())
 
     def _num_attending(self, num_layers: int | None) -> int:
         """Returns how many of the first `num_layers` layers, None for all, have attention."""

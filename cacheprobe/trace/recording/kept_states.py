@@ -74,7 +74,7 @@ class PassStates:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states and activations."""
+        """Bytes of the states and activations; before `settle`, of what is on its way."""
         return sum(tensor.nbytes for tensor in (*self.states.values(), *self.heads.values()))
 
     def size(self, site: str) -> int:
@@ -88,16 +88,17 @@ class PassStates:
         value: [b, t, h, d]; for routing, [b, t, k, 2]; for a pattern, [b, h, t, s] over all cache slots, of which
         only slots 0 to p are kept.
         """
+        index = self.index.to(value.device)  # layers may lie on several devices
         if site == PATTERN:
             width = value.shape[2]
-            kept = self._seen(value[self.index // width, :, self.index % width])
+            kept = self._seen(value[index // width, :, index % width])
         else:
-            kept = value.flatten(0, 1)[self.index]
+            kept = value.flatten(0, 1)[index]
         self.heads[site, layer] = kept.to(_dtype(site, self.dtype))
 
     def _seen(self, weights: Tensor) -> Tensor:
-        """Returns the weights of slots 0 to p, in order of row, then head, of a pattern [n, h, s] on the CPU; another
-        one unchanged, because their number is not known on a GPU."""
+        """Returns the weights of slots 0 to p, in order of row, then head, of a pattern [n, h, s]. On a GPU returns
+        those of all slots: to count the seen ones, the host would wait."""
         if weights.device.type != "cpu":
             return weights
         return weights.masked_select((torch.arange(weights.shape[2]) <= self.positions[:, None])[:, None])
@@ -223,8 +224,8 @@ class KeptStates:
         return torch.cat([absent(one) if tensor is None else tensor for one, tensor in by_pass])
 
     def add(self, taken: PassStates) -> None:
-        """Takes the states of a pass. Holds them until `apply_statuses` if `config.statuses` is set. Those of the pass
-        before have arrived."""
+        """Waits for the states of the pass before, and takes those of a pass. Holds them until `apply_statuses` if
+        `config.statuses` is set."""
         if self._newest is not None:
             self._newest.settle()
         self._newest = taken

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.core.devices import Download, upload
+from cacheprobe.core.devices import Download, is_out_of_memory, upload
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.equality import bits, bitwise
@@ -131,7 +131,7 @@ class LensReader:
 
     def _make_ready(self, queued: Queued) -> None:
         """Lets the next tiles have a row, unless the lens has failed on its request."""
-        if queued.request_id not in self.errors:
+        if queued.request_id not in self.errors and len(queued.layers):
             self._ready.append(queued)
             self._num_ready += len(queued.layers)
 
@@ -198,7 +198,9 @@ class LensReader:
         taken = self._take()
         try:
             self._read(taken)
-        except (torch.OutOfMemoryError, MemoryError) as error:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             for queued in {queued.request_id: queued for queued in reversed(taken)}.values():
                 why = f"found no memory for a tile ({error!s:.100})"
                 self._fail(taken, queued.request_id, int(queued.layers[0]), queued.row, why)
@@ -301,13 +303,16 @@ class LensReader:
 
 def _same_states(pairs: Sequence[tuple[Queued, Queued]]) -> tuple[Tensor, ...]:
     """Returns a tensor [n] of flags for each pair of rows: whether their states have the same bits and layer, for the n
-    layers of the row with fewer layers. Compares all pairs at once; without memory for that, says no of all."""
+    layers of the row with fewer layers. Compares all pairs at once; without memory for that, returns
+    False for every pair."""
     if not pairs:
         return ()
     counts = [min(len(a.layers), len(b.layers)) for a, b in pairs]
     try:
         return _compared(pairs, counts)
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         return torch.zeros(sum(counts), dtype=torch.bool).split(counts)
 
 

@@ -379,7 +379,7 @@ class Recorder(Observer, Source):
         """Keeps the probability of the first token of each task answer, if `position` is the first after the prompt."""
         answers = self.answers.get(request_id)
         if answers and position == len(self.prompts[request_id]) and request_id not in self.answer_mass:
-            probs = logits.float().softmax(-1)
+            probs = logits.cpu().float().softmax(-1)  # a GPU's bits would depend on where the logits are
             self._unconfirmed.masses[request_id] = tuple(float(probs[token]) for token in answers)
 
     def on_ledger(self, request_id: int, step: int, start: int, end: int, provenance: str) -> None:
