@@ -164,8 +164,8 @@ def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequen
     ]
     if not verified:
         raise ValueError(
-            "no request of this run can be compared: none was deterministic, and it had no drafter, or drafts that stop "
-            "if they do not pay; set deterministic=True, or draft_length to a number"
+            "no request of this run can be compared: none was deterministic, and it had no drafter, or drafts stopped "
+            "where they did not pay; set deterministic=True, or draft_length to a number"
         )
     return verified
 
