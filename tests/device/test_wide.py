@@ -167,7 +167,8 @@ def test_a_model_over_two_gpus(gpu: Gpu, tmp_path: Path) -> None:
     hf_model("llama").save_pretrained(tmp_path)
     device_map = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
     device_map |= {f"model.layers.{layer}": int(layer > 0) for layer in range(3)}
-    settings = {**RUN, "drafter": EXIT, "capture": "STCZ", "deterministic": True, "group": 2}
+    capture = cp.CaptureConfig(sites="STCZ", heads=("z", "pattern"))
+    settings = {**RUN, "drafter": EXIT, "capture": capture, "deterministic": True, "group": 2}
     host = cp.run(cp.load_model(tmp_path, products="torch"), PROMPTS[:2], **settings)
     with pytest.warns(RuntimeWarning, match="runs on its bridge"):  # the plain model takes no replaced forward
         model = cp.load_model(tmp_path, device_map=device_map)
