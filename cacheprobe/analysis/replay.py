@@ -151,13 +151,16 @@ def _schedule(trace: Trace, model: CachedLM, interventions: Sequence[Interventio
 def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequence[Intervention]) -> list[Request]:
     """Returns a list of the requests whose tokens the reference must commit too. Raises: ValueError if it is empty."""
     is_all_verified = trace.meta["drafter"] is not None or trace.meta["kind"] == "reference"
-    drafts_may_stop = trace.meta.get("draft_costs") is not None  # such a run reads prompts as without a drafter
-    is_by_equality = is_all_verified and config.acceptance == "equality" and not drafts_may_stop
+    is_by_equality = is_all_verified and config.acceptance == "equality"
+    events = trace.event_table[trace.event_table.phase != "prefill"]
+    is_decoded = events.num_accepted.isna() & (events.committed_token_ids.map(len) > 0)
+    decoded = {*events.request_id[is_decoded]} if trace.meta["drafter"] else set()  # while drafts did not pay
+    decoded |= {*trace.meta.get("read_freely", ())}
     by_step = {one.request_id for one in interventions if one.steps is not None}
     verified = [
         request
         for request in trace.requests
-        if (is_by_equality or request.is_deterministic)
+        if ((is_by_equality and request.request_id not in decoded) or request.is_deterministic)
         and str(request.request_id) not in trace.meta["errors"]
         and trace.tokens[request.request_id]
         and request.request_id not in by_step

@@ -20,7 +20,7 @@ from cacheprobe.engine.fingerprint import FingerprintMismatch, RunGuard
 from cacheprobe.engine.loop import generation_loop, run_reference
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.plan import RunPlan
-from cacheprobe.engine.shapes import Hooked, batches_prompts
+from cacheprobe.engine.shapes import FEWEST_PROMPTS, Hooked, batches_prompts
 from cacheprobe.engine.sizes import require_room
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.experts import head_places
@@ -87,14 +87,12 @@ def prepare(plan: RunPlan, is_reference: bool = False, draft_costs: DraftCosts |
     is_drafted, is_invariant = plan.drafter is not None, plan.config.is_invariant
     if is_drafted and not is_reference:
         require_drafter(plan.drafter, plan.model)
-    may_stop = plan.drafter is not None and not is_reference and drafts_may_stop(plan.config, plan.drafter)
     states = []
     for request in plan.requests:
         is_decided = is_reference or is_drafted or request.is_deterministic
         is_verified = is_decided and (is_drafted or not is_invariant)
         sampling = request.sampling or plan.sampling
-        decided = is_decided and is_invariant, may_stop and not request.is_deterministic
-        states.append(SequenceState(request, is_verified, sampling, plan.model.decode, *decided))
+        states.append(SequenceState(request, is_verified, sampling, plan.model.decode, is_decided and is_invariant))
         states[-1].is_edited = request.cached is not None
     run = PreparedRun(plan, states, RecomputeChecker(plan.model), is_reference=is_reference)
     run = replace(run, editor=_make_editor(run))
@@ -126,6 +124,10 @@ def _with_tried_shapes(run: PreparedRun) -> PreparedRun:
             prompts = {state.request.prompt_token_ids for state in states if state.reads_in_chunks}
             at_once = min(len(prompts), before.max_batch)
             run.checker.batches_prompts = batches_prompts(plan.model, config, hooked, at_once)
+            may_read_freely = plan.drafter is not None and drafts_may_stop(config, plan.drafter) and not hooked.edited
+            if may_read_freely and not run.checker.batches_prompts and at_once >= FEWEST_PROMPTS:
+                for state in states:  # one by one, their prompts would take longer than the drafts save
+                    state.reads_freely = not state.request.is_deterministic and not state.is_invariant
     run = replace(run, plan=replace(plan, config=config))
     return replace(run, editor=_make_editor(run)) if config.window != before.window else run
 
@@ -167,8 +169,9 @@ class Execution:
 
     def _known(self) -> JsonDict:
         """Returns the entries of the metadata that the run adds before its first pass."""
-        costs = self._run.draft_costs
-        return self.plan.meta(self._meta if costs is None else {**self._meta, "draft_costs": costs.record()})
+        costs, freely = self._run.draft_costs, [state.request_id for state in self.states if state.reads_freely]
+        own = {} if costs is None else {"draft_costs": costs.record()}
+        return self.plan.meta({**self._meta, **own, **({"read_freely": freely} if freely else {})})
 
     def _settings(self, meta: JsonDict) -> tuple[JsonDict, EngineConfig, CaptureConfig, JsonDict]:
         """Returns (fingerprint, engine settings, capture settings, `meta`): what metadata is made from."""

@@ -44,7 +44,7 @@ _LOWEST, _FIRST_TILE = 5, 8
 _FEW = (1, 3)
 """Batch heights of the passes in which a run checks itself. Only these are tried in a width that is narrower than the
 window, but for the narrowest widths."""
-_FEWEST_PROMPTS = 4
+FEWEST_PROMPTS = 4
 """Fewest prompts for which to try whether a prefill pass may have several of them, and how many the trial has."""
 _SHORT_TEXT, _MORE_THAN_LOOPS = 3, 4
 """Tokens of the short texts of that trial. The others are too long for attention in loops, by that many tokens."""
@@ -230,7 +230,7 @@ def batches_prompts(model: CachedLM, config: EngineConfig, hooked: Hooked, num_p
     num_prompts: how many are read at once, at most. False for fewer than 4, for which the trial takes longer than it
     saves; for padded chunks; with interventions; and unless rows are independent by construction.
     """
-    if num_prompts < _FEWEST_PROMPTS or config.pad_prefill or config.prefill_group > 1 or hooked.edited:
+    if num_prompts < FEWEST_PROMPTS or config.pad_prefill or config.prefill_group > 1 or hooked.edited:
         return False
     if not _independent_width(model) or known_results(model, [_FORBIDDEN]).get(_FORBIDDEN):
         return False
@@ -244,7 +244,7 @@ def batches_prompts(model: CachedLM, config: EngineConfig, hooked: Hooked, num_p
         for height, width in shapes:
             yield ShapeTrial(model, height, width, capacity, "prefill", 0, True, lengths)
 
-    keys = {(_FEWEST_PROMPTS, lengths[1]): ("prefill", lengths, capacity)}
+    keys = {(FEWEST_PROMPTS, lengths[1]): ("prefill", lengths, capacity)}
     return not any(_faults(model, hooked, keys, tried).values())
 
 

@@ -46,6 +46,8 @@ class Engine:
         self.prefill = Prefill(runner, self.committer)
         self._drafter = drafter
         self._lengths = None if drafter is None else DraftLengths(config, drafter, costs)
+        self._fed: tuple[Tensor | None, Tensor | None] = None, None
+        """What `feed_newest` returned last, and its rows' `top_two`, if they are known."""
         self._error: EngineError | None = None
         """Of the last pass inside `isolating`; None if it did not fail."""
 
@@ -123,9 +125,10 @@ class Engine:
         `num_layers` blocks if given."""
         entries = newest_entries(states)
         a_pass = Pass(self.cache, self.runner.next_step(), "decode", entries, width=1, num_layers=num_layers)
-        out = self.runner.run(a_pass)
+        fed = self.runner.run(a_pass)[:, 0]
         self._mark_newest(entries)
-        return out[:, 0]
+        self._fed = fed, a_pass.best
+        return fed
 
     def _mark_newest(self, entries: Sequence[Entry]) -> None:
         """Marks the slots of a decode pass in the ledger: provisional for verified requests, else decoded."""
@@ -139,7 +142,10 @@ class Engine:
         """Returns the token id that each request chooses from its row of logits [b, v], after its draft and its
         sequence in `drafted`."""
         texts = [()] * len(states) if drafted is None else drafted
-        read = zip(states, *self.committer.read_rows(states, logits), texts, strict=True)
+        fed, best = self._fed
+        read = zip(
+            states, *self.committer.read_rows(states, logits, best if logits is fed else None), texts, strict=True
+        )
         return [self._choose(state, row, text, best) for state, row, best, text in read]
 
     def _choose(self, state: SequenceState, logits: Tensor, drafted: Sequence[int], top_choice: Choice | None) -> int:

@@ -36,9 +36,8 @@ class SequenceState:
     is_invariant: bool = False
     """Whether passes of any number of requests decide its tokens (determinism="invariant"), with a drafter or without
     one. Without one it is not verified: a decode pass commits its token."""
-    drafts_may_stop: bool = False
-    """True if the request is not deterministic, and left without drafts where they cost more time than they save. Its
-    prompt is read as without a drafter."""
+    reads_freely: bool = False
+    """Whether the prompt is read as without a drafter, though the verifier decides the tokens."""
     status: Status = Status.WAITING
     """What the request does now; only `become` changes the field."""
     cache_row: int = -1
@@ -79,8 +78,7 @@ class SequenceState:
 
     def __post_init__(self) -> None:
         self.token_ids = self.token_ids or list(self.request.prompt_token_ids)
-        self.reads_in_chunks = (self.is_verified and not self.drafts_may_stop) or self.is_invariant
-        """Whether the request's prompt is read in passes whose bits depend on that prompt alone."""
+        self._is_decided = self.is_verified or self.is_invariant
         assert self.sampling.stop_token_ids is not None and self.sampling.stop is not None
         self.stop_rule = StopRule(
             frozenset(cast("tuple[int, ...]", self.sampling.stop_token_ids)),
@@ -89,6 +87,11 @@ class SequenceState:
         )
 
         self._is_cancel_requested = False
+
+    @property
+    def reads_in_chunks(self) -> bool:
+        """Whether the request's prompt is read in passes whose bits depend on that prompt alone."""
+        return self._is_decided and not self.reads_freely
 
     @property
     def is_cancel_requested(self) -> bool:

@@ -168,13 +168,14 @@ _UNIT_BITS = 42
 
 def top_two(logits: Float[Tensor, "n v"]) -> Float64[Tensor, "n 4"]:
     """Returns for each row of logits: the lowest id of the largest one, its log-probability in nats, how many nats the
-    second one is below it, and the largest one itself. If that is NaN or infinite, the log-probability is NaN.
+    second one is below it, and the largest one itself. If that is NaN or infinite, the others mean nothing.
 
     For a GPU, which adds numbers in an order that depends on the number of rows. Whole numbers are added here, so that
     the bits of a row depend on that row alone.
     Twin: `describe` of the row on the CPU: ids and margins ==, log-probabilities close(1e-5).
     """
-    return torch.cat([_top_two(rows) for rows in logits.split(_ROWS_AT_ONCE)])
+    first, *others = [_top_two(rows) for rows in logits.split(_ROWS_AT_ONCE)]
+    return torch.cat([first, *others]) if others else first
 
 
 def _top_two(logits: Tensor) -> Tensor:
@@ -185,13 +186,17 @@ def _top_two(logits: Tensor) -> Tensor:
     second = values.masked_fill(ids == first, -torch.inf).amax(-1)
     units = (values - largest).exp_().mul_(2.0**_UNIT_BITS).long().sum(-1)
     best = largest[:, 0].double()
-    nats = torch.where(best.isfinite(), _UNIT_BITS * math.log(2) - units.double().log(), torch.nan)
+    nats = _UNIT_BITS * math.log(2) - units.double().log()
     return torch.stack((first[:, 0].double(), nats, best - second, best), -1)
 
 
 def choices_in(best: Float64[Tensor, "n 4"]) -> list[Choice]:
-    """Returns the Choice of each row of what `top_two` returned. best: on the CPU."""
-    return [Choice(int(token_id), nats, margin) for token_id, nats, margin, _ in best.tolist()]
+    """Returns the Choice of each row of what `top_two` returned, with a log-probability of NaN if the largest logit is
+    NaN or infinite. best: on the CPU."""
+    return [
+        Choice(int(token_id), nats if math.isfinite(largest) else math.nan, margin)
+        for token_id, nats, margin, largest in best.tolist()
+    ]
 
 
 def describe(token_id: int, logits: Float[Tensor, "v"], top_choice: Choice | None = None) -> Choice:

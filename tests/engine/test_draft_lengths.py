@@ -103,18 +103,43 @@ def test_deterministic_requests_keep_their_bits() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_without_drafts_a_run_has_the_passes_of_an_undrafted_one(deterministic: bool) -> None:
-    """Its prompts included, which other requests read together."""
-
-    def shapes(trace: cp.Trace) -> list[list[Any]]:
-        """Of each pass."""
-        return trace.events().drop_duplicates("step")[["phase", "batch_rows", "batch_slots"]].values.tolist()
-
     plain = cp.run(tiny(), PROMPTS, **LONG, deterministic=deterministic)
     for drafter in drafters(tiny()):
         with planted(**NEVER):
             trace = cp.run(tiny(), PROMPTS, **LONG, deterministic=deterministic, drafter=drafter)
-        assert shapes(trace) == shapes(plain)
+        assert phases(trace) == phases(plain)
         assert set(trace.ledger(0).provenance) == set(plain.ledger(0).provenance)
+
+
+def test_prompts_that_may_not_be_read_together_are_read_as_without_a_drafter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of requests that are not deterministic, if drafts may stop: alone, each would take a pass. `cp.verify` compares
+    the others."""
+    tried: list[int] = []
+    monkeypatch.setattr(execution, "batches_prompts", lambda model, config, hooked, count: tried.append(count))
+
+    def shapes(trace: cp.Trace) -> list[list[Any]]:
+        """Of each pass of prompts."""
+        steps = trace.events().query("phase == 'prefill'").drop_duplicates("step")
+        return steps[["batch_rows", "batch_slots"]].values.tolist()
+
+    settings = {**LONG, "prefill_chunk": 16, "pad_prefill": None}
+    plain = cp.run(tiny(), PROMPTS, **settings)
+    for length, given in (("adaptive", None), (7, None), ("adaptive", [0])):
+        trace = cp.run(
+            tiny(), PROMPTS, **settings, drafter=cp.drafters.NGram(), draft_length=length, deterministic=given or False
+        )
+        assert tried.pop() == len(PROMPTS)
+        is_free = length == "adaptive"
+        assert (shapes(trace) == shapes(plain)) == (is_free and given is None)
+        assert trace.meta.get("read_freely", []) == (list(range(1 if given else 0, 5)) if is_free else [])
+        if given or not is_free:
+            assert f"equal to the oracle: {40 * (1 if given else 5)} tokens" in repr(
+                cp.verify(trace, tiny(), progress=False)
+            )
+    trace.save(tmp_path / "run")
+    assert cp.load_trace(tmp_path / "run").meta["read_freely"] == [1, 2, 3, 4]
 
 
 def test_drafts_stop_and_begin_again() -> None:

@@ -202,6 +202,6 @@ def _without_stops(state: SequenceState) -> SequenceState:
     """Returns a new state of the request, which no token ends."""
     sampling = replace(state.sampling, stop=(), stop_token_ids=())
     request = replace(state.request, keep_kv=False)
-    counted = SequenceState(request, state.is_verified, sampling, str, state.is_invariant, state.drafts_may_stop)
+    counted = SequenceState(request, state.is_verified, sampling, str, state.is_invariant, state.reads_freely)
     counted.is_edited = state.is_edited
     return counted

@@ -132,7 +132,7 @@ def _shortened(state: SequenceState, most_new: int) -> SequenceState:
         forced_token_ids=request.forced_token_ids[:most_new],
         arrival_step=0,
     )
-    return SequenceState(short, state.is_verified, sampling, state.decode, state.is_invariant, state.drafts_may_stop)
+    return SequenceState(short, state.is_verified, sampling, state.decode, state.is_invariant, state.reads_freely)
 
 
 def _work(count: RunCount, has_readings: bool = True) -> float:
