@@ -1,5 +1,6 @@
 """Runs and analyses of many families on the pretend GPU, by torch and in kernels, beside the same on the CPU."""
 
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -162,16 +163,25 @@ def test_interventions_heads_and_features(way: str, gpu: Gpu) -> None:
     assert close(numbers(ours.features()), numbers(theirs.features()), 1e-4, because=SUMS) and len(ours.features()) > 40
 
 
-def test_a_model_over_two_gpus(gpu: Gpu, tmp_path: Path) -> None:
-    """Layers on cuda:0 and cuda:1, by accelerate's hooks around the modules: tokens ==, states close to the CPU's."""
-    hf_model("llama").save_pretrained(tmp_path)
-    device_map = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
-    device_map |= {f"model.layers.{layer}": int(layer > 0) for layer in range(3)}
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox", "gemma2"])
+def test_a_model_over_two_gpus(gpu: Gpu, tmp_path: Path, family: str) -> None:
+    """Layers on cuda:0 and cuda:1, in the plain model: tokens ==, states close to the CPU's."""
+    live = hf_model(family)
+    live.save_pretrained(tmp_path)
+    inner, base = live.base_model, live.base_model_prefix
+    head = 0 if live.config.tie_word_embeddings else 1
+    device_map = {name: head for name, _ in live.named_children() if name != base}
+    for name, child in inner.named_children():
+        of_layers = {f"{base}.{name}.{layer}": int(layer > 0) for layer in range(3)}
+        is_list = isinstance(child, torch.nn.ModuleList)
+        device_map |= of_layers if is_list else {f"{base}.{name}": int("norm" in name or name == "ln_f")}
     capture = cp.CaptureConfig(sites="STCZ", heads=("z", "pattern"))
     settings = {**RUN, "drafter": EXIT, "capture": capture, "deterministic": True, "group": 2}
     host = cp.run(cp.load_model(tmp_path, products="torch"), PROMPTS[:2], **settings)
-    with pytest.warns(RuntimeWarning, match="runs on its bridge"):  # the plain model takes no replaced forward
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
         model = cp.load_model(tmp_path, device_map=device_map)
+    assert model.path == "plain"
     assert {str(one.device) for one in model.live.parameters()} == {"cuda:0", "cuda:1"}
     device = cp.run(model, PROMPTS[:2], **settings)
     assert device.fingerprint["device"] == "cuda:0, cuda:1" and device.tokens == host.tokens

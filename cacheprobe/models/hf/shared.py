@@ -7,11 +7,13 @@ trees together finds the wrapped module for every module of a fresh model withou
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from cacheprobe.core.live import LiveConfig, LiveModule
+from cacheprobe.core.live import LiveConfig, LiveModule, ModuleValue
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.experts import forward_of
 from cacheprobe.models.hf.attention import ATTENTION
@@ -70,6 +72,9 @@ class SharedWeights:
         """(a wrapped module's dictionary, name, the tensor found there)"""
         for (_, _, target), (_, attributes) in zip(pairs, found, strict=True):
             vars(target).update(attributes)
+        for _, source, target in pairs:
+            if (device := device_of(source)) is not None and not target._forward_pre_hooks:
+                target.register_forward_pre_hook(partial(_on_device, device), with_kwargs=True)
         self._pairs, self._structure = pairs, self._present_structure()
 
     def _present_structure(self) -> tuple[object, ...]:
@@ -196,13 +201,30 @@ def require_no_other_bridge(live: nn.Module, name: str) -> None:
         raise ModelError(f"{name}: the {type(live).__name__} is already inside a TransformerBridge; give the bridge")
 
 
+def device_of(module: nn.Module) -> torch.device | None:
+    """Returns the device to which accelerate moves what a module is given; None for a module that it left alone, or
+    whose weights it keeps elsewhere."""
+    hook: LiveModule = vars(module).get("_hf_hook")
+    if type(hook).__name__ != "AlignDevicesHook" or hook.offload or hook.execution_device is None:
+        return None
+    device = hook.execution_device
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _on_device(
+    device: torch.device, module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]
+) -> tuple[tuple[ModuleValue, ...], dict[str, ModuleValue]]:
+    """Moves the tensors that a module is given to its device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+
+
 def _pairs(source: LiveModule, target: LiveModule, path: str = "") -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Yields (path, wrapped module, plain module) for the modules of a wrapped model and its plain copy."""
     while WRAPPED in source._modules:
         source = source._modules[WRAPPED]
     if type(source) is not type(target):
         raise ModelError(f"{path or 'the model'} is a {type(source).__name__}, not a {type(target).__name__}")
-    if "forward" in vars(source) and forward_of(source) is None:
+    if "forward" in vars(source) and forward_of(source) is None and device_of(source) is None:
         raise ModelError(f"the forward of {path or 'the model'} was replaced")
     names = [{name for name, child in module._modules.items() if child is not None} for module in (source, target)]
     if names[0] != names[1]:

@@ -120,6 +120,7 @@ class PlainLM(WithBridge):
         """Makes the modules and the readings compute with compiled loops or kernels; None for torch alone."""
         self.operations = faster
         self.mixtures = use_invariant_experts(self.model, None if faster is None else faster.product)
+        self._has_sinks = any(name.endswith("sinks") for name, _ in self.model.named_parameters())
         self._by_module: LoopOperations | KernelOperations | None = None
         if isinstance(faster, CompiledOperations):
             self._by_module = LoopOperations(faster.product, self.dtype)
@@ -196,6 +197,7 @@ class PlainLM(WithBridge):
                 out = self.tapes.run(cache, forward, self.listeners)
             else:
                 out = whole(cache)
+        out = out.to(self.device)  # the last layers may lie on another one
         return out if logit_slots is None or choice or num_layers is not None else out[:, list(logit_slots)]
 
     def _is_read_in_place(self, cache: StagedCache) -> bool:
@@ -263,10 +265,6 @@ class PlainLM(WithBridge):
         if not (isinstance(self._by_module, KernelOperations) and self._by_module.kernels.attend):
             return False
         return not (getattr(self.config, "attn_logit_softcapping", None) or self._has_sinks)
-
-    @cached_property
-    def _has_sinks(self) -> bool:
-        return any(name.endswith("sinks") for name, _ in self.model.named_parameters())
 
     def _num_attending(self, num_layers: int | None) -> int:
         """Returns how many of the first `num_layers` layers, None for all, have attention."""

@@ -76,7 +76,7 @@ class _WritingProbe(ShapeProbe):
             raise ModelError(f"layer {layer_idx} writes keys and values more than once in a forward")
         watcher.watched.writers[layer_idx] = watcher.running_paths
         watcher.watched.wrote_at.setdefault(layer_idx, watcher.tick())
-        watcher.watched.written[layer_idx] = key_states, value_states
+        watcher.watched.written[layer_idx] = key_states.to(watcher.device), value_states.to(watcher.device)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -133,8 +133,8 @@ class _WritingProbe(ShapeProbe):
 class _Watcher:
     """Keeps the clock, the running modules and the finished calls of one forward."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.watched = Watched()
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.watched, self.device = Watched(), device
         self.watched.probe = _WritingProbe(self)
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.running: list[nn.Module] = []
@@ -154,21 +154,22 @@ class _Watcher:
     def enter(self, module: nn.Module, args: tuple[ModuleValue, ...], kwargs: dict[str, ModuleValue]) -> None:
         """Notes that a module begins."""
         self.running.append(module)
-        self._began.append((self.tick(), _first_tensor((*args, *kwargs.values()))))
+        self._began.append((self.tick(), self._first_tensor((*args, *kwargs.values()))))
 
     def leave(self, module: nn.Module, args: tuple[ModuleValue, ...], output: ModuleValue) -> None:
         """Notes that a module has ended, with copies of its first input and output."""
         self.running.pop()
         began, value = self._began.pop()
-        value_out = _first_tensor(output if isinstance(output, tuple) else (output,))
+        value_out = self._first_tensor(output if isinstance(output, tuple) else (output,))
         path = self.paths[id(module)]
         self.watched.calls.append(Call(path, module, value, value_out, began, self.tick()))
 
-
-def _first_tensor(values: tuple[ModuleValue, ...]) -> Tensor | None:
-    """Returns a copy of the first tensor of floats among `values`; None if there is none."""
-    found = next((one for one in values if isinstance(one, Tensor)), None)
-    return found.detach().clone() if found is not None and found.is_floating_point() else None
+    def _first_tensor(self, values: tuple[ModuleValue, ...]) -> Tensor | None:
+        """Returns a copy of the first tensor of floats among `values`, on one device, where copies of all are compared;
+        None if there is none."""
+        found = next((one for one in values if isinstance(one, Tensor)), None)
+        is_number = found is not None and found.is_floating_point()
+        return found.detach().to(self.device, copy=True) if found is not None and is_number else None
 
 
 def _common_start(one: Sequence[str], other: Sequence[str]) -> list[str]:
@@ -208,7 +209,7 @@ def watch(model: LiveModule, device: torch.device, dtype: torch.dtype, num_token
     num_tokens: size of the vocabulary, from which the tokens are taken.
     Raises: ModelError if a layer writes keys and values twice, or a logit is not finite; whatever the model raises.
     """
-    watcher = _Watcher(model)
+    watcher = _Watcher(model, device)
     token_ids = torch.tensor([[(5 + 31 * i) % min(num_tokens, 90) for i in range(PROBE_LENGTH)]], device=device)
     handles = [module.register_forward_pre_hook(watcher.enter, with_kwargs=True) for module in model.modules()]
     handles += [module.register_forward_hook(watcher.leave) for module in model.modules()]
@@ -216,7 +217,7 @@ def watch(model: LiveModule, device: torch.device, dtype: torch.dtype, num_token
     cache = {} if own else cache_argument(model, watcher.watched.probe)
     try:
         with torch.inference_mode(), keeping_float64(dtype):
-            watcher.watched.logits = model(token_ids, use_cache=own is None, **cache).logits
+            watcher.watched.logits = model(token_ids, use_cache=own is None, **cache).logits.to(device)
     finally:
         for handle in handles:
             handle.remove()
