@@ -90,8 +90,8 @@ def _keeps_cancelled(real: Any) -> Any:
 
 
 def _from_the_window(real: Any) -> Any:
-    def inputs(*given: Any) -> Any:
-        made = real(*given)
+    def inputs(*given: Any, **named: Any) -> Any:
+        made = real(*given, **named)
         at = made["position_ids"]
         return {**made, "position_ids": at - at[:, :1]}
 

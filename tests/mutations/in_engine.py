@@ -118,7 +118,7 @@ def _free_shape_of_prefill(real: Any) -> Any:
 
 def _rebuilt_as_plain(real: Any) -> Any:
     def rebuild(self: Any, states: Any) -> None:
-        with patch.multiple(states[0], is_verified=False, reads_in_chunks=False):
+        with patch.multiple(states[0], is_verified=False, reads_freely=True):
             real(self, states)
 
     return rebuild
