@@ -124,8 +124,9 @@ def _with_tried_shapes(run: PreparedRun) -> PreparedRun:
             prompts = {state.request.prompt_token_ids for state in states if state.reads_in_chunks}
             at_once = min(len(prompts), before.max_batch)
             run.checker.batches_prompts = batches_prompts(plan.model, config, hooked, at_once)
-            may_read_freely = plan.drafter is not None and drafts_may_stop(config, plan.drafter) and not hooked.edited
-            if may_read_freely and not run.checker.batches_prompts and at_once >= FEWEST_PROMPTS:
+            is_free = plan.drafter is not None and drafts_may_stop(config, plan.drafter)
+            is_free &= not (run.checker.batches_prompts or hooked.edited or config.pad_prefill)
+            if is_free and at_once >= FEWEST_PROMPTS:
                 for state in states:  # one by one, their prompts would take longer than the drafts save
                     state.reads_freely = not state.request.is_deterministic and not state.is_invariant
     run = replace(run, plan=replace(plan, config=config))
