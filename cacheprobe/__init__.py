@@ -3,6 +3,8 @@
 The names in `__all__` are imported at their first use, to keep the import quick.
 """
 
+import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +87,7 @@ if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pas
 
         if (home := _HOMES.get(name) or _MODULES.get(name)) is None:
             raise no_attribute("module 'cacheprobe'", name, __all__)
-        with without_collection():
+        with nullcontext() if home in sys.modules else without_collection():
             module = import_module(home)
         return module if name in _MODULES else getattr(module, name)
 

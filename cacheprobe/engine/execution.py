@@ -96,7 +96,7 @@ def prepare(plan: RunPlan, is_reference: bool = False, draft_costs: DraftCosts |
         states[-1].is_edited = request.cached is not None
     run = PreparedRun(plan, states, RecomputeChecker(plan.model), is_reference=is_reference)
     run = replace(run, editor=_make_editor(run))
-    run = _with_tried_shapes(run) if any(state.is_verified or state.is_invariant for state in states) else run
+    run = _with_tried_shapes(run) if any(state.reads_in_chunks for state in states) else run
     if is_drafted and not is_reference:
         run = replace(run, draft_costs=draft_costs or costs_of(run.plan, run.checker))
     return run

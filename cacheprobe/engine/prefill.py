@@ -55,12 +55,13 @@ class Prefill:
             a_pass = Pass(self.runner.cache, self.runner.next_step(), "prefill", entries, width, batch)
             a_pass.logit_slots, a_pass.is_without_pads = slots, is_without_pads
             out = self.runner.run(a_pass)
-            read = [(i, slot) for i, slot in enumerate(last) if slot is not None]
-            places = [(a_pass.batch_index[i], slot if slots is None else slots.index(slot)) for i, slot in read]
+            ends = [
+                (entry.state, b, slot if slots is None else slots.index(slot))
+                for entry, b, slot in zip(entries, a_pass.batch_index, last, strict=True)
+                if slot is not None
+            ]
             # every choice before any commit: an error here leaves all requests as they were
-            chosen = self._choose(
-                a_pass, out, [(entries[i].state, *place) for (i, _), place in zip(read, places, strict=True)]
-            )
+            chosen = self._choose(a_pass, out, ends)
             if is_without_pads and len(entries) > 1:
                 self.checker.note_batch([entry.state for entry in entries])
             committed = []
@@ -164,7 +165,8 @@ class Prefill:
             self.committer.forget_choices()
             self.committer.report(phase, [state])
         self._mark(state, num_prompt, "prefill")
-        self._mark(state, state.last_committed_position, "verified" if state.is_verified else "decoded")
+        is_by_verifier = state.is_verified and state.reads_in_chunks
+        self._mark(state, state.last_committed_position, "verified" if is_by_verifier else "decoded")
         state.num_prefilled = num_prompt
         state.become(Status.RUNNING)
 

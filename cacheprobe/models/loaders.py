@@ -252,11 +252,9 @@ def _operations(model: "BridgeLM | PlainLM", products: str) -> "tuple[CompiledOp
         return choose(model.dtype, model.device).operations, ""
     kernels, reason = choose_kernels(model.dtype, model.device)
     if products == "auto":
-        is_whole = model.dtype not in DTYPES or (kernels is not None and not kernels.by_torch)
-        return (
-            kernels,
-            "" if is_whole else f"torch computes these operations, because their kernels cannot run: {reason}",
-        )
+        if model.dtype not in DTYPES or (kernels is not None and not kernels.by_torch):
+            return kernels, ""
+        return kernels, f"torch computes these operations, because their kernels cannot run: {reason}"
     reason = reason if is_on_one else "the model is on several devices"
     reason = reason if is_dense else "its weights are packed"
     if kernels is None or kernels.by_torch or not (is_on_one and is_dense):

@@ -1,5 +1,6 @@
 """The pretend GPU as a fixture."""
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -15,7 +16,8 @@ from tests.device.runs import kernels_by_references
 def gpu() -> Iterator[Gpu]:
     """Two pretend GPUs for the time of a test, and what they count."""
     if torch.backends.cuda.is_built():
-        pytest.skip("this torch has CUDA; a pretend GPU would hide it")
+        said = "this torch has CUDA, and a pretend GPU would hide it; install a CPU build of torch"
+        pytest.fail(said) if os.environ.get("CI") else pytest.skip(said)
     with pretending(num_devices=2) as seen:
         yield seen
 

@@ -43,7 +43,7 @@ def test_a_shared_prompt_has_the_log_probabilities_of_a_prompt_alone(gpu: Gpu) -
     for number in range(8):
         prompt = [*PROMPTS[number % 3], number + 40]
         greedy = cp.Request(prompt, is_deterministic=True)
-        sampled = cp.Request(prompt, cp.SamplingParams(temperature=1.0, seed=number))
+        sampled = cp.Request(prompt, cp.SamplingParams(temperature=1.0, seed=number), is_deterministic=True)
         alone, beside = cp.run(model, [greedy], **RUN), cp.run(model, [sampled, greedy], **RUN)
         assert alone.committed(0) == beside.committed(1)
         assert alone.logprobs(0) == beside.logprobs(1)

@@ -142,6 +142,21 @@ def test_prompts_that_may_not_be_read_together_are_read_as_without_a_drafter(
     assert cp.load_trace(tmp_path / "run").meta["read_freely"] == [1, 2, 3, 4]
 
 
+def test_what_was_read_freely_is_rebuilt_as_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted request's committed tokens are then read freely, too: no verify pass computed their keys."""
+    monkeypatch.setattr(execution, "batches_prompts", lambda *given: False)
+    settings = {**LONG, "prefill_chunk": 16, "pad_prefill": None, "max_kv_tokens": 180}
+    for length in ("adaptive", 7):
+        trace = cp.run(tiny(), PROMPTS, **settings, drafter=cp.drafters.FastPath(), draft_length=length)
+        changes, found = trace.ledger_table, set()
+        for request_id, step in trace.meta["preemptions"]:
+            events = trace.events().query(f"request_id == {request_id} and step > {step} and phase != 'decode'")
+            rebuilt = events[events.committed_token_ids.map(len) + events.draft_token_ids.map(len) == 0].step
+            after = changes[(changes.request_id == request_id) & changes.step.isin(rebuilt)]
+            found |= {*after.provenance} - {"free"}
+        assert found == {"prefill", "decoded" if length == "adaptive" else "verified"}
+
+
 def test_drafts_stop_and_begin_again() -> None:
     """A drafter that runs no model is asked while the run decodes, and drafts again where it is right."""
     long = {**LONG, "max_new_tokens": 120}

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
@@ -69,15 +70,24 @@ def test_directory_live_model_and_bridge_are_the_same(directory: Path) -> None:
     assert len(cp.run(cp.load_model(directory), ["coin", "flips"], **SMALL).committed(1)) == 20
 
 
+def test_a_name_that_was_imported_does_not_touch_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `cp.run` would make all garbage old, which is looked at rarely: a loop of runs would grow."""
+    assert cp.run and cp.analysis
+    monkeypatch.setattr("cacheprobe.core.live.gc", None)
+    assert cp.run and cp.analysis
+
+
 def test_imports_run_without_garbage_collection_and_leave_no_young_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector took half a second of the import behind `cp.load_model`, and as much once it was on again."""
-    states, made = list[bool](), list[list[int]]()
+    states, made, home = list[bool](), list[list[int]](), "cacheprobe.models.loaders"
+    there = import_module(home)
+    monkeypatch.delitem(sys.modules, home)
 
     def imported(home: str) -> object:
-        """Makes an object, as modules do, and imports."""
+        """Makes an object, as modules do."""
         states.append(gc.isenabled())
         made.append([0])
-        return import_module(home)
+        return there
 
     monkeypatch.setattr(cp, "import_module", imported)
     assert cp.load_model is not None and states == [False] and gc.isenabled()
