@@ -12,11 +12,12 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.interventions.checks import Drafting
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
-from cacheprobe.engine.drafters.base import drafted_layers, require_drafter
+from cacheprobe.engine.drafters.base import drafted_layers, head_of, require_drafter
 from cacheprobe.engine.drafters.early_exit import FastPath
 from cacheprobe.engine.drafts.lengths import drafts_may_stop
 from cacheprobe.engine.drafts.timing import costs_of
 from cacheprobe.engine.fingerprint import FingerprintMismatch, RunGuard
+from cacheprobe.engine.head_passes import HeadPasses
 from cacheprobe.engine.loop import generation_loop, run_reference
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.plan import RunPlan
@@ -24,6 +25,7 @@ from cacheprobe.engine.shapes import FEWEST_PROMPTS, Hooked, batches_prompts
 from cacheprobe.engine.sizes import require_room
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.experts import head_places
+from cacheprobe.models.heads.lm import HeadLM
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.assemble import assemble, meta_before
 from cacheprobe.trace.recording.disk_writer import DiskWriter
@@ -45,10 +47,17 @@ class PreparedRun:
     """Whether the slow reference runs the requests."""
     draft_costs: DraftCosts | None = None
     """What passes and draft tokens cost; None without a drafter, or with one that always drafts."""
+    head: HeadLM | None = None
+    """The drafter's head; None if it has none."""
+    head_editor: Editor | None = None
+    """Applies the interventions on the head's layers; None without any."""
 
-    def rounds(self, observer: Observer, step: int = -1) -> Generator[int, None, None]:
+    def rounds(
+        self, observer: Observer, step: int = -1, head_passes: HeadPasses | None = None
+    ) -> Generator[int, None, None]:
         """Returns the generator of step numbers that runs the requests that have not ended. No pass runs before its
-        first `next`. step: number of the last step that an earlier process has run."""
+        first `next`. step: number of the last step that an earlier process has run.  head_passes: records those of the
+        drafter's head."""
         model, config = self.plan.model, self.plan.config
         ahead = [state for state in self.states if not state.is_ended]
         if self.states and not ahead:  # all requests ended in an earlier process
@@ -61,17 +70,19 @@ class PreparedRun:
             cache = model.new_cache(min(len(ahead), config.max_batch) + 1, config.capacity)
             return ModelRunner(model, cache, observer, self.checker, self.editor, step)
 
-        return generation_loop(new_runner, ahead, config, self.plan.drafter, self.draft_costs)
+        return generation_loop(new_runner, ahead, config, self.plan.drafter, self.draft_costs, head_passes)
 
     @contextmanager
-    def hooks(self, recorder: Recorder | None = None) -> Iterator[None]:
-        """Inside the `with`, the hooks of the interventions, and of the recorder if given, are on the model."""
+    def hooks(self, recorder: Recorder | None = None, head_passes: HeadPasses | None = None) -> Iterator[None]:
+        """Inside the `with`, the hooks of the interventions, and of the recorders if given, are on model and head."""
         with ExitStack() as stack:
             if self.editor is not None:  # first, so that the changed states are recorded
                 stack.enter_context(self.plan.model.editing(self.editor.sites, self.editor.edit))
             if recorder is not None:
                 sink = self.checker.listening(recorder.on_state)
                 stack.enter_context(self.plan.model.capturing(recorder.wanted(), sink))
+            if head_passes is not None:
+                stack.enter_context(head_passes.hooks())
             yield
 
 
@@ -94,8 +105,9 @@ def prepare(plan: RunPlan, is_reference: bool = False, draft_costs: DraftCosts |
         sampling = request.sampling or plan.sampling
         states.append(SequenceState(request, is_verified, sampling, plan.model.decode, is_decided and is_invariant))
         states[-1].is_edited = request.cached is not None
-    run = PreparedRun(plan, states, RecomputeChecker(plan.model), is_reference=is_reference)
-    run = replace(run, editor=_make_editor(run))
+    head = None if is_reference else head_of(plan.drafter, plan.model)
+    run = PreparedRun(plan, states, RecomputeChecker(plan.model), is_reference=is_reference, head=head)
+    run = replace(run, editor=_make_editor(run), head_editor=_make_head_editor(run))
     run = _with_tried_shapes(run) if any(state.reads_in_chunks for state in states) else run
     if is_drafted and not is_reference:
         run = replace(run, draft_costs=draft_costs or costs_of(run.plan, run.checker))
@@ -136,12 +148,30 @@ def _with_tried_shapes(run: PreparedRun) -> PreparedRun:
 def _make_editor(run: PreparedRun) -> Editor | None:
     """Returns the Editor of the run's interventions; None without interventions."""
     plan, drafter = run.plan, run.plan.drafter or FastPath()
-    if not plan.interventions:
+    own = [one for one in plan.interventions if one.layer < plan.model.n_layers or plan.drafter is None]
+    if not own:
         return None
     drafting = None
     if not run.is_reference:
         drafting = Drafting(drafter.name, drafted_layers(drafter, plan.model), plan.config.window)
-    return Editor(plan.interventions, plan.model, run.states, drafting)
+    return Editor(own, plan.model, run.states, drafting)
+
+
+def _make_head_editor(run: PreparedRun) -> Editor | None:
+    """Returns the Editor of the interventions on the layers of the drafter's head, which are counted after those of the
+    model; None without any. Raises: ValueError for such a layer if the drafter has no head, and for a request that
+    starts from a KVSnapshot, which holds no states for the head."""
+    model = run.plan.model
+    if run.head is None:
+        return None
+    if started := [state.request_id for state in run.states if state.request.cached is not None]:
+        raise ValueError(
+            f"request {started[0]} starts from a KVSnapshot, which holds no states for the head of {run.head.name}; "
+            "use another drafter"
+        )
+    own = [replace(one, layer=one.layer - model.n_layers) for one in run.plan.interventions]
+    own = [one for one in own if one.layer >= 0]
+    return Editor(own, run.head, run.states, is_of_head=True) if own else None
 
 
 class Execution:
@@ -160,13 +190,17 @@ class Execution:
         self._run, self.disk, self._meta = run, disk, meta
         plan, states = self.plan, self.states = run.plan, run.states
         self.recorder = plan.recorder()
+        self.head_passes = None
+        if run.head is not None and plan.recorded_capture.keeps_states:
+            self.head_passes = HeadPasses(run.head, plan.head_recorder(run.head), run.head_editor)
         self._guard = RunGuard(plan.model, plan.fingerprint)
         if disk is not None:
             with hold_model(plan.model):
                 known = meta_before(self.recorder, *self._settings(self._known()))
             disk.begin(self.recorder, plan.requests, states, known)
         writers = () if disk is None else (disk,)
-        self._rounds = run.rounds(Tee(self.recorder, *writers, *observers), step)
+        of_head = () if self.head_passes is None else (self.head_passes,)
+        self._rounds = run.rounds(Tee(self.recorder, *of_head, *writers, *observers), step, self.head_passes)
 
     def _known(self) -> JsonDict:
         """Returns the entries of the metadata that the run adds before its first pass."""
@@ -180,7 +214,7 @@ class Execution:
 
     def run(self) -> Trace:
         """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile."""
-        with closing(self._rounds), self._guard.holding(self._run.hooks(self.recorder)):
+        with closing(self._rounds), self._guard.holding(self._run.hooks(self.recorder, self.head_passes)):
             for _ in self._rounds:
                 self._end_round()
         return self._trace()
@@ -192,7 +226,7 @@ class Execution:
         """
         with closing(self._rounds):
             while True:
-                with self._guard.holding(self._run.hooks(self.recorder)):
+                with self._guard.holding(self._run.hooks(self.recorder, self.head_passes)):
                     step = next(self._rounds, None)
                 if step is None:
                     break
@@ -227,6 +261,16 @@ class Execution:
             else:
                 before = meta_before(self.recorder, *self._settings(meta))
                 trace = self.disk.trace(states, before, meta)
+            trace.head = self._head_trace(meta)
         trace.interventions = plan.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace
+
+    def _head_trace(self, meta: JsonDict) -> Trace | None:
+        """Returns the Trace of the drafter's head, whose rows are those of its passes; None without one."""
+        if self.head_passes is None:
+            return None
+        plan, recorder = self.plan, self.head_passes.recorder
+        fingerprint = {**self._guard.fingerprint, **self.head_passes.head.fingerprint()}
+        own = {**meta, "missing": {"ledger": "a head's cache is its own, and has no ledger"}}
+        return assemble(recorder, plan.requests, fingerprint, plan.config, recorder.config, own)

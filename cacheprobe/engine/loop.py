@@ -14,6 +14,7 @@ from cacheprobe.core.records import DraftCosts, Observer
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import Drafter, release
+from cacheprobe.engine.head_passes import HeadPasses
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.engine.prefill import prefills
@@ -30,11 +31,13 @@ def generation_loop(
     config: EngineConfig,
     drafter: Drafter | None = None,
     costs: DraftCosts | None = None,
+    head_passes: HeadPasses | None = None,
 ) -> Generator[int, None, None]:
     """Runs the main loop. Yields the number of the last step after each round, until every request has ended.
 
     Requests may be cancelled between rounds. new_runner: makes the ModelRunner at the first `next`; its cache needs a
     row for each request in flight and a spare one for dummies. costs: of drafts, which decide the adaptive length.
+    head_passes: records the passes of the drafter's head.
 
     A request whose passes fail, also without its draft, ends with an error; the others go on. Raises: EngineError if
     there is no request or all failed; CacheIntegrityError at the end if the cache is at fault.
@@ -42,7 +45,7 @@ def generation_loop(
     """
     if not states:
         raise EngineError("there is no request to run")
-    engine = Engine(new_runner(), config, drafter, costs)
+    engine = Engine(new_runner(), config, drafter, costs, head_passes)
     scheduler = Scheduler(states, engine.cache, config)
     while not scheduler.is_done:
         for state in scheduler.cancelled():

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from cacheprobe.core.records import ForwardRecord, Observer, Thought
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.passes import EngineError, Pass
+from cacheprobe.engine.target_states import TargetStates
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.sampling import top_two
@@ -39,6 +40,8 @@ class ModelRunner:
         self.checker, self.editor, self.step = checker, editor, step
         self.seconds = 0.0
         self.shape = (0, 0)
+        self.targets: TargetStates | None = None
+        """Keeps the states that a drafter's head reads; None if it reads none."""
 
     def next_step(self) -> int:
         """Counts a step and returns its number."""
@@ -66,7 +69,8 @@ class ModelRunner:
             self.editor.aim(a_pass.step, a_pass.token_slots(), a_pass.is_rebuild)
         try:
             try:
-                with self.checker.watching(a_pass):
+                reading = nullcontext() if self.targets is None else self.targets.reading(a_pass)
+                with self.checker.watching(a_pass), reading:
                     out = self.model.forward(
                         a_pass.token_ids,
                         self.cache,

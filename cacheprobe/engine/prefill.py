@@ -126,6 +126,8 @@ class Prefill:
             self.checker.batched[state.request_id] = state
         token_id = self._first_token(state)
         self.runner.cache.copy_row(source.cache_row, state.cache_row, length)
+        if self.runner.targets is not None:
+            self.runner.targets.copy(source.cache_row, state.cache_row, length)
         self.committer.observer.on_shared_prompt(state.request_id, self.runner.step, source.request_id)
         self.committer.observer.on_ledger(state.request_id, self.runner.step, 0, length, "prefill")
         state.num_prefilled = length

@@ -5,18 +5,20 @@ made before the first commit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
 from cacheprobe.core.config import EngineConfig
-from cacheprobe.core.records import DraftCosts
+from cacheprobe.core.records import DraftCosts, RowSlot
 from cacheprobe.engine.committer import Committer
-from cacheprobe.engine.drafters.base import Drafter, propose
+from cacheprobe.engine.drafters.base import Drafter, head_of, propose, release
 from cacheprobe.engine.drafts.lengths import DraftLengths, split
+from cacheprobe.engine.head_passes import HeadPasses
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import BatchedPromptFault, EngineError, Entry, Pass, ShapeFault
 from cacheprobe.engine.prefill import Prefill
+from cacheprobe.engine.target_states import TargetStates
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 from cacheprobe.ops.acceptance import clip_draft
@@ -36,15 +38,18 @@ class Engine:
         config: EngineConfig,
         drafter: Drafter | None = None,
         costs: DraftCosts | None = None,
+        head_passes: HeadPasses | None = None,
     ) -> None:
         """Prepares passes of `runner` in the shapes of `config`, and the narrower ones that its checker has found.
-        costs: of drafts, if they were measured."""
+        costs: of drafts, if they were measured.  head_passes: records those of the drafter's head."""
         self.runner, self.config = runner, config
         self._widths = runner.checker.widths = (*runner.checker.narrow_widths, config.window)
         self.model, self.cache = runner.model, runner.cache
         self.committer = Committer(runner, config)
         self.prefill = Prefill(runner, self.committer)
-        self._drafter = drafter
+        self._drafter, self._head_passes = drafter, head_passes
+        if (head := head_of(drafter, self.model)) is not None:
+            runner.targets = TargetStates(self.model, self.cache, head.target_sites)
         self._lengths = None if drafter is None else DraftLengths(config, drafter, costs)
         self._fed: tuple[Tensor | None, Tensor | None] = None, None
         """What `feed_newest` returned last, and its rows' `top_two`, if they are known."""
@@ -94,6 +99,8 @@ class Engine:
         self._lengths.note_drafts(len(states), max(map(len, kept)))
         if not (kept := self._lengths.keep(states, kept)):
             self.committer.forget_choices()
+            if self._head_passes is not None:
+                self._head_passes.abandon(states)
             return
         if self.runner.step == before:  # a drafter that runs no model
             self.runner.skip()
@@ -129,6 +136,17 @@ class Engine:
         self._mark_newest(entries)
         self._fed = fed, a_pass.best
         return fed
+
+    def target_states(self, state: SequenceState, start: int, end: int) -> Tensor:
+        """Returns a request's states [p, l, m] at positions start..end-1, at the sites that the drafter's head
+        reads."""
+        assert self.runner.targets is not None
+        return self.runner.targets.of(state, start, end)
+
+    def recording(self, rows: Sequence[RowSlot], shape: tuple[int, int]) -> AbstractContextManager[None]:
+        """Returns a context manager, inside which a pass of the drafter's head is recorded and edited."""
+        passes = self._head_passes
+        return nullcontext() if passes is None else passes.around(self.runner.step + 1, rows, shape)
 
     def _mark_newest(self, entries: Sequence[Entry]) -> None:
         """Marks the slots of a decode pass in the ledger: provisional for verified requests, else decoded."""
@@ -231,6 +249,8 @@ class Engine:
         self.committer.forget_choices()
         for state in states:
             self.committer.scrub(state)
+            if self._head_passes is not None:  # its rows of this step are discarded: the head computes them again
+                release(self._drafter, state)
         if isinstance(error, BatchedPromptFault):
             for state in self.runner.checker.forbid_batched_prompts(str(error)):
                 if state.status in (Status.PREFILLING, Status.RUNNING):

@@ -98,6 +98,9 @@ class TraceData:
     """Interventions of the run. Their vectors are not saved: a loaded trace has only their description in `meta`."""
     kept_rows: Mapping[int, KVSnapshot] = field(default_factory=dict, repr=False)
     """KVSnapshot (keys and values) by request, for requests with keep_kv=True; not saved."""
+    head: "TraceData | None" = field(default=None, repr=False, compare=False)
+    """Rows, states and readings of the drafter's head, a Trace of its own whose model is the head; None if the run's
+    drafter has no head, or if the run kept no states."""
     reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
     reading_later: "Callable[[TraceData], None] | None" = field(default=None, repr=False, compare=False)

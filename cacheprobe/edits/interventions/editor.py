@@ -69,10 +69,12 @@ class Editor:
         model: CachedLM,
         states: Sequence[SequenceState],
         drafting: Drafting | None = None,
+        is_of_head: bool = False,
     ) -> None:
         """Checks the interventions, and sets is_edited on the requests that they change.
 
         drafting: how the run drafts; None for the slow reference (`cp.reference`).
+        is_of_head: `model` is a draft head, whose states change drafts alone.
         Raises: ValueError for an intervention that does not fit the model or its request, see `check_model` and
         `check_request`; ModelError for a model without the method `editing`.
         """
@@ -83,9 +85,10 @@ class Editor:
             if one.request_id not in by_id:
                 raise ValueError(f"{one}: no request {one.request_id}; the run has 0 to {len(by_id) - 1}")
             check_model(one, model)
-            check_request(one, by_id[one.request_id], drafting)
+            if not is_of_head:
+                check_request(one, by_id[one.request_id], drafting)
         for state in states:
-            state.is_edited |= any(one.request_id == state.request_id for one in self.interventions)
+            state.is_edited |= not is_of_head and any(one.request_id == state.request_id for one in self.interventions)
         self._special = special_token_ids(model)
         self.rewritten: dict[int, frozenset[int]] = {}
         """Layer -> indices, in the list given to `aim`, of the tokens whose residual stream interventions change."""

@@ -28,15 +28,17 @@ To add a drafter, write one file in this folder, such as repeat_last.py, which d
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cacheprobe.core.records import EngineError, ObserverError
+from cacheprobe.core.records import EngineError, ObserverError, RowSlot
 from cacheprobe.core.values import repr_of_settings, whole_number
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.heads.lm import HeadLM
 
 
 @runtime_checkable
@@ -67,6 +69,19 @@ class DraftContext(Protocol):
         """
         ...
 
+    def target_states(self, state: SequenceState, start: int, end: int) -> Tensor:
+        """Returns the verified model's states [p, l, m] at positions start..end-1 of a request's committed text, the
+        prompt included, at the l sites that the drafter's head reads. The newest committed token has none yet."""
+        ...
+
+    def recording(self, rows: Sequence[RowSlot], shape: tuple[int, int]) -> AbstractContextManager[None]:
+        """Returns a context manager, inside which one pass of the drafter's head runs, so that the run records it and
+        its interventions act on it.
+
+        rows: of the pass; those of a committed token are canonical.  shape: (batch, token slots) of the pass.
+        """
+        ...
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -74,6 +89,7 @@ class Drafter(Protocol):
     derived from this one must define `name` and `extend` alone.
 
     drafted_layers (optional attribute): how many layers of the verified model a draft runs; all if absent.
+    head(model) (optional method): the draft head, a HeadLM, whose passes a run records and which reads target states.
     always_drafts (optional attribute): False if draft_length="adaptive" may leave out drafts that take more time than
     they save. The run then calls the drafter on a few other texts first, to measure the time. True if absent.
     """
@@ -109,6 +125,12 @@ def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
     """
     declared = getattr(drafter, "drafted_layers", None)
     return model.n_layers if declared is None else declared
+
+
+def head_of(drafter: Drafter | None, model: CachedLM) -> HeadLM | None:
+    """Returns the draft head that a drafter runs for this model; None if it runs none."""
+    made = getattr(drafter, "head", None)
+    return None if made is None else made(model)
 
 
 def always_drafts(drafter: Drafter) -> bool:
