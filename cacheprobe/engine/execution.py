@@ -171,6 +171,8 @@ def _make_head_editor(run: PreparedRun) -> Editor | None:
         )
     own = [replace(one, layer=one.layer - model.n_layers) for one in run.plan.interventions]
     own = [one for one in own if one.layer >= 0]
+    if timed := [one for one in own if one.phases is not None]:
+        raise ValueError(f"{timed[0]}: a draft head has rows of phase draft alone; leave out phases=")
     return Editor(own, run.head, run.states, is_of_head=True) if own else None
 
 
@@ -272,5 +274,7 @@ class Execution:
             return None
         plan, recorder = self.plan, self.head_passes.recorder
         fingerprint = {**self._guard.fingerprint, **self.head_passes.head.fingerprint()}
-        own = {**meta, "missing": {"ledger": "a head's cache is its own, and has no ledger"}}
+        missing = {"ledger": "a head's cache is its own, and has no ledger"}
+        about = {"target": plan.model.name, "first_layer": plan.model.n_layers}
+        own = {**meta, "missing": missing, "head": about, "interventions": []}
         return assemble(recorder, plan.requests, fingerprint, plan.config, recorder.config, own)

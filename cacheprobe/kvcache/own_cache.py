@@ -48,8 +48,8 @@ class OwnCache:
         self._rows.pop(state, None)
 
     def make_room(self, states: Iterable[SequenceState], num_slots: int) -> None:
-        """Gives these requests rows of at least `num_slots` slots, or of the model's whole context. What the cache holds
-        stays."""
+        """Gives these requests rows of at least `num_slots` slots, or of the model's whole context. What the cache
+        holds stays."""
         rows = 1 + max(self.row_of(state) for state in states)
         old, capacity = self._cache, min(num_slots, self._model.n_ctx)
         if old is not None and rows <= old.rows and capacity <= old.capacity:

@@ -19,7 +19,7 @@ from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.kvcache.surgery import KVSnapshot
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.state_store import StateStore, layer_number, ragged_starts
-from cacheprobe.trace.tables.draft_verdicts import draft_line
+from cacheprobe.trace.tables.draft_verdicts import draft_line, drafts_of_rows
 
 _NO_LINES = np.empty(0, dtype=np.int64)
 
@@ -171,6 +171,15 @@ class TraceData:
         deterministic = [request.request_id for request in self.requests if request.is_deterministic]
         return draft_line(self.meta, self.event_table, self.row_table, deterministic)
 
+    def require_head(self) -> "TraceData":
+        """Returns `head`. Raises: ValueError if the run recorded none."""
+        if self.head is None:
+            raise ValueError(
+                "this run recorded no draft head; run it with a drafter that has one, such as cp.drafters.Eagle3, and "
+                "with capture="
+            )
+        return self.head
+
     @property
     def missing(self) -> dict[str, str]:
         """Data that this trace lacks, as a dict from the name of the data, such as "ledger", to the reason as text.
@@ -191,6 +200,9 @@ class TraceData:
         Raises: KeyError for an unknown request, ValueError for an unknown status.
         """
         table = self.row_table
+        if "head" in self.meta:
+            lengths = {request.request_id: request.num_prompt_tokens for request in self.requests}
+            table = table.assign(chain_step=drafts_of_rows(table, self.event_table, lengths).chain_step.array)
         if request_id is not None:
             self._require_request(request_id)
             table = self.lookup["rows"].lines_of(table, request_id)

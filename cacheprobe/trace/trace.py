@@ -97,20 +97,23 @@ class Trace(TraceData):
             raise ValueError(f"no step {step} in this trace; it has {f'0 to {steps.max()}' if len(steps) else 'none'}")
         return ledger_at(self.lookup["ledger"].lines_of(self.ledger_table, request_id), step)
 
-    def hypotheses(self, include_rolled_back: bool = False) -> pd.DataFrame:
+    def hypotheses(self, include_rolled_back: bool = False, include_head: bool = False) -> pd.DataFrame:
         """Returns the lens readings as a DataFrame, one line for each layer of a row. A line also has the draft token
         for the position that the row predicts, and the verdict on this draft token.
 
         include_rolled_back: also rows fed a rejected, later or abandoned draft token. They follow a text that was never
         committed, so their prediction cannot be compared with committed tokens.
-        Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `verdict` and `prediction_depth` of
-        `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's input token; top_tokens, the texts of
-        top_token_ids. A Thinking States model's thoughts are included, at site "thought". For an import without
-        readings, and at the first call for a run with lens="later", the logit lens reads the captured states.
-        Raises: ValueError if the run has neither lens readings nor thoughts, and if Z of a run with lens="later" is not
-        read yet and the trace was loaded without its model.
+        include_head: also the rows of the drafter's head (`trace.head`), of phase "draft". Their layers are numbered on
+        from the model's last, and their row numbers from the model's last row.
+        Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `chain_step` (its number in its
+        draft), `verdict` and `prediction_depth` of `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's
+        input token; top_tokens, the texts of top_token_ids. A Thinking States model's thoughts are included, at site
+        "thought". For an import without readings, and at the first call for a run with lens="later", the logit lens
+        reads the captured states.
+        Raises: ValueError if the run has neither lens readings nor thoughts, if Z of a run with lens="later" is not
+        read yet and the trace was loaded without its model, and with `include_head` if the run recorded no head.
         """
-        return hypotheses_of(self, include_rolled_back)
+        return hypotheses_of(self, include_rolled_back, include_head)
 
     def rejected(self) -> pd.DataFrame:
         """Returns a DataFrame with one line for each rejected draft, by request and step. Needs no model,

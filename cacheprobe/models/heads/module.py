@@ -1,4 +1,4 @@
-"""Defines HeadModule, the base class of draft heads as transformers models: a decoder over the target model's states."""
+"""Defines HeadModule, the base class of draft heads as transformers models: decoders over the target's states."""
 
 from abc import abstractmethod
 

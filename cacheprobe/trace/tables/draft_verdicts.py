@@ -18,7 +18,8 @@ NOT_DRAFTED = "not_drafted"
 def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
     """Returns a DataFrame with one line for each draft token: when it was drafted, and the verdict on it.
 
-    Columns: request_id, place (0 is the first generated token), drafted_token_id; born, the step that drafted the
+    Columns: request_id, place (0 is the first generated token), drafted_token_id; chain_step, its number in its draft,
+    from 1; born, the step that drafted the
     token; judged, the step of the verify pass that judged its draft, null if none did; verdict: "accepted"; "rejected",
     the first of its draft that the verifier did not choose; "unverified", if it followed a rejected token or its
     draft was not judged.
@@ -31,12 +32,15 @@ def drafts_table(events: pd.DataFrame) -> pd.DataFrame:
     verdict = pd.Series("unverified", index=drafts.index, dtype="object")
     verdict[(drafts.outcome == "accepted").fillna(False)] = "accepted"
     verdict[rejected.to_numpy()] = "rejected"
+    of_draft = [drafts.request_id, drafts.decided_step, drafts.outcome == "abandoned"]
+    first = drafts.groupby(of_draft, dropna=False).place.transform("min")
     judged = drafts.decided_step.where(drafts.outcome.isin(["accepted", "rolled_back"]).fillna(False))
     return pd.DataFrame(
         {
             "request_id": drafts.request_id,
             "place": drafts.place,
             "drafted_token_id": drafts.token_id,
+            "chain_step": (drafts.place - first + 1).astype("Int64"),
             "born": drafts.born,
             "judged": judged.astype("Int64"),
             "verdict": verdict.astype("string"),
@@ -158,38 +162,47 @@ def with_verdicts(
     prompt_lengths: Mapping[int, int],
     token_texts: Mapping[int, str],
 ) -> pd.DataFrame:
-    """Returns the lens readings with seven more columns, among them the draft token for the position that the row
+    """Returns the lens readings with eight more columns, among them the draft token for the position that the row
     predicts, and its verdict: the columns of `Trace.hypotheses`.
 
-    Columns: drafted_token_id, drafted_token, verdict, prediction_depth (as in `prediction_depths`); top_tokens, the
-    texts of top_token_ids; and those of `with_read_tokens`.
+    Columns: drafted_token_id, drafted_token, chain_step (its number in its draft), verdict, prediction_depth (as in
+    `prediction_depths`); top_tokens, the texts of top_token_ids; and those of `with_read_tokens`.
     A row at position p predicts position p + 1. Its draft token is the one at p + 1 in the row's own pass: the pass
     that drafted the token, or the verify pass that judged it. If the pass had no draft token at p + 1, the draft token
-    and the verdict are null.
+    its chain_step and the verdict are null.
     readings: one lens and site, as in `trace.tables.build.hypotheses_table`.  rows: as in `rows_table` there.
     prompt_lengths: tokens by request.  token_texts: by token id; a missing token gets the text "<id>".
     """
-    drafts = drafts_table(events)
-    position = drafts.request_id.map(prompt_lengths) + drafts.place - 1  # of the row that predicts the draft token
-    known_drafts = drafts.assign(position=position)[["request_id", "position", "drafted_token_id", "verdict"]]
-    born, judged = known_drafts.assign(step=drafts.born), known_drafts.assign(step=drafts.judged)[drafts.judged.notna()]
-    drafts_of_passes = pd.concat([born, judged.astype({"step": born.step.dtype})]).drop_duplicates(
-        ["request_id", "step", "position"]
-    )
-    keys = ["request_id", "step", "position"]
-    matched = readings[keys].merge(drafts_of_passes, on=keys, how="left", validate="many_to_one")
-    texts = {token: token_text(token_texts, token) for token in drafts.drafted_token_id.unique().tolist()}
+    matched = drafts_of_rows(readings, events, prompt_lengths)
+    drafted = matched.drafted_token_id.dropna().unique().tolist()
+    texts = {token: token_text(token_texts, token) for token in drafted}
     tops = [
         None if ids is None else [token_text(token_texts, i) for i in ids.tolist()] for ids in readings.top_token_ids
     ]
     table = with_read_tokens(readings, rows).assign(
         drafted_token_id=matched.drafted_token_id.array,
         drafted_token=matched.drafted_token_id.map(texts).array,
+        chain_step=matched.chain_step.array,
         verdict=matched.verdict.array,
         prediction_depth=prediction_depths(readings),
         top_tokens=tops,
     )
     return typed(table, "Trace.hypotheses")
+
+
+def drafts_of_rows(rows: pd.DataFrame, events: pd.DataFrame, prompt_lengths: Mapping[int, int]) -> pd.DataFrame:
+    """Returns the draft token that each row predicts in its own pass: a DataFrame with the lines of `rows` and the
+    columns drafted_token_id, chain_step and verdict of `drafts_table`, null if the pass had none.
+
+    rows: with request_id, step and position.  events, prompt_lengths: as for `with_verdicts`.
+    """
+    drafts, keys = drafts_table(events), ["request_id", "step", "position"]
+    position = drafts.request_id.map(prompt_lengths) + drafts.place - 1  # of the row that predicts the draft token
+    known = drafts.assign(position=position)
+    born, judged = known.assign(step=drafts.born), known.assign(step=drafts.judged)[drafts.judged.notna()]
+    of_passes = pd.concat([born, judged.astype({"step": born.step.dtype})]).drop_duplicates(keys)
+    of_passes = of_passes[[*keys, "drafted_token_id", "chain_step", "verdict"]]
+    return rows[keys].merge(of_passes, on=keys, how="left", validate="many_to_one")
 
 
 def with_read_tokens(readings: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:

@@ -20,9 +20,12 @@ _MOST_POSITIONS = 8
 def edits_of(trace: "TraceData") -> pd.DataFrame:
     """Returns the table of `Trace.edits`."""
     edits: Sequence[JsonDict] = trace.meta.get("interventions") or ()
+    first = None if trace.head is None else trace.head.meta["head"]["first_layer"]
+    of_head = [edit if first is None else {**edit, "layer": edit["layer"] - first} for edit in edits]
     lines = []
     for number, edit in enumerate(edits):
-        rows = _carrying(trace, edits, number)
+        is_of_head = trace.head is not None and of_head[number]["layer"] >= 0
+        rows = _carrying(trace.head, of_head, number) if is_of_head else _carrying(trace, edits, number)
         counts = rows.status.value_counts()
         changed = set(rows.position[rows.status == "committed"])
         about = {name: edit[name] for name in ("name", "request_id", "site", "layer", "head")}
@@ -76,7 +79,9 @@ def edit_warnings(trace: "TraceData") -> list[str]:
     for edit, line in zip(trace.meta.get("interventions") or (), edits_of(trace).to_dict("records"), strict=True):
         is_failed = str(edit["request_id"]) in trace.meta.get("errors", {})
         is_partly = bool(line["committed"])
-        if is_failed or (is_partly and (not len(line["missed"]) or edit["steps"] is not None)):
+        if is_failed or (trace.head is not None and edit["layer"] >= trace.head.meta["head"]["first_layer"]):
+            continue
+        if is_partly and (not len(line["missed"]) or edit["steps"] is not None):
             continue
         why = _why(trace, edit, line["missed"] if is_partly else None)
         found.setdefault((is_partly, why), []).append(f"{_missed(edit, line)}; {why}")

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from cacheprobe.trace.data import TraceData
 
 
-def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame:
+def hypotheses_of(trace: "TraceData", include_rolled_back: bool, include_head: bool = False) -> pd.DataFrame:
     """Returns the table of `Trace.hypotheses`: a DataFrame with one line for each lens reading (a layer of a row) and
     for each thought.
 
     include_rolled_back: also rows fed a rejected, later or abandoned draft token.
-    Raises: ValueError if the run has no lens readings and no thoughts, and if Z is not read yet and has no model.
+    include_head: also the rows of the drafter's head, whose layers follow those of the model.
+    Raises: ValueError if the run has no lens readings and no thoughts, and if Z is not read yet and has no model; with
+    `include_head` also if no head was recorded.
     """
     thoughts = None
     if trace.thought_table is not None:
@@ -32,6 +34,11 @@ def hypotheses_of(trace: "TraceData", include_rolled_back: bool) -> pd.DataFrame
     else:
         table = pd.concat([_readings(trace), thoughts])
         table = table.sort_values(["request_id", "step", "row", "layer"], kind="stable")
+    if include_head:
+        head = trace.require_head()
+        own = hypotheses_of(head, True)
+        own = own.assign(row=own.row + len(trace.row_table), layer=own.layer + head.meta["head"]["first_layer"])
+        table = pd.concat([table, own]).sort_values(["request_id", "step", "row", "layer"], kind="stable")
     if not include_rolled_back:
         table = table[~table.status.isin(DISCARDED_DRAFT)]
     return table.reset_index(drop=True)

@@ -21,7 +21,7 @@ _DTYPES = {
     "first_token_id span first_position end_position num_tokens feature expert drafted_step num_flips window",
     "Int64": "batch_rows batch_slots draft_start num_accepted num_rolled_back recovered_token_id bonus_token_id "
     "read_token_id committed_token_id rank drafted_token_id prediction_depth decided_step drafter_layer flip_layer "
-    "depth head commitment_layer commitment_token_id",
+    "depth head commitment_layer commitment_token_id chain_step",
     "float32": "logprob_nats entropy_nats committed_logprob_nats activation weight entropy logprob",
     "float64": "seconds first_logprob_nats state_norm other_logprob_nats difference_nats logit temperature passes "
     "undrafted drafted accepted committed tokens_per_pass acceptance_rate probability verify_seconds "
@@ -65,7 +65,7 @@ _TABLES = {
     # as returned
     "Trace.hypotheses": "row request_id step phase role status position read_token_id read_token layer site lens "
     "token_id token logprob_nats entropy_nats committed_token_id committed_token rank committed_logprob_nats agrees "
-    "drafted_token_id drafted_token verdict prediction_depth top_token_ids top_tokens top_logprob_nats",
+    "drafted_token_id drafted_token chain_step verdict prediction_depth top_token_ids top_tokens top_logprob_nats",
     "Trace.features": f"{_ROW} layer site rank:int64 feature activation",
     "Trace.edits": "name:str request_id site layer:int64 head committed:int64 superseded:int64 rolled_back:int64 "
     "abandoned:int64 missed",
