@@ -17,6 +17,8 @@ ROLES = ("prompt", "committed", "accepted", "recovered", "bonus", "rolled_back",
 DISCARDED_DRAFT = ("rolled_back", "abandoned")
 """Statuses of rows that were fed a draft token that was never committed. rolled_back: the rejected token or a later
 one. abandoned: the draft got no verdict."""
+HEAD_PHASE = "draft"
+"""Phase of the rows of a draft head."""
 PROVENANCES = ("free", "prefill", "decoded", "provisional", "verified", "edited")
 
 

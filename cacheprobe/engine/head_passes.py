@@ -3,14 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, StepRecord
+from cacheprobe.core.records import HEAD_PHASE, Finished, ForwardRecord, Observer, RowSlot, StepRecord
 from cacheprobe.edits.interventions.editor import Editor, TokenSlot
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.heads.lm import HeadLM
 from cacheprobe.trace.recording.recorder import Recorder
-
-PHASE = "draft"
-"""Phase of the rows of a draft head."""
 
 
 class HeadPasses(Observer):
@@ -42,10 +39,10 @@ class HeadPasses(Observer):
         newest = {**self.newest, **self._unconfirmed}
         new = tuple(row for row in rows if not row.is_canonical or row.position > newest.get(row.request_id, 0))
         if self._editor is not None:
-            slots = [TokenSlot(r.request_id, r.batch_index, r.slot, r.position, PHASE, r.token_id) for r in new]
+            slots = [TokenSlot(r.request_id, r.batch_index, r.slot, r.position, HEAD_PHASE, r.token_id) for r in new]
             self._editor.aim(step, slots, False)
         if new:
-            self.recorder.before_forward(step, PHASE, new, shape)
+            self.recorder.before_forward(step, HEAD_PHASE, new, shape)
         try:
             yield
         finally:
@@ -53,7 +50,7 @@ class HeadPasses(Observer):
                 self._editor.rest()
         if new:
             rewritten = {} if self._editor is None else self._editor.rewritten
-            self.recorder.after_forward(ForwardRecord(step, PHASE, new, rewritten=rewritten))
+            self.recorder.after_forward(ForwardRecord(step, HEAD_PHASE, new, rewritten=rewritten))
         self._unconfirmed |= {row.request_id: row.position for row in new if row.is_canonical}
 
     def abandon(self, states: Sequence[SequenceState]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.analysis.measures import prediction_depth
-from cacheprobe.core.records import DISCARDED_DRAFT
+from cacheprobe.core.records import DISCARDED_DRAFT, HEAD_PHASE
 from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.trace.tables.token_history import TokenOutcome, outcomes_at, outcomes_of_row, token_history
 from cacheprobe.views.diagrams.frame import Markup
@@ -37,12 +37,15 @@ def token_card(
     the first choice stays), and the tokens drafted and committed at the next position.
 
     hypotheses, rows, events: trace.hypotheses() (with include_rolled_back=True for rolled-back and abandoned rows),
-    trace.row_table and trace.events().  row: number of a superseded, rolled-back or abandoned row of this position; by
-    default the committed row.  token_texts: from `token_texts`; tokens that no table names are shown as "<id>".
+    trace.row_table and trace.events(). With include_head=True the card also shows what the draft head read there.
+    row: number of a superseded, rolled-back or abandoned row of this position; by default the committed row.
+    token_texts: from `token_texts`; tokens that no table names are shown as "<id>".
     history: of the request, as `token_history` gives it, if it is known; the card then has no note.
     Raises: ValueError if the row has no reading.
     """
     in_table = hypotheses[hypotheses.request_id == request_id]
+    drafting = in_table[(in_table.phase == HEAD_PHASE) & (in_table.position == position) & in_table.verdict.notna()]
+    in_table = in_table[in_table.phase != HEAD_PHASE]
     readings = in_table[(in_table.position == position) & (in_table.site != "thought")]
     readings = readings[(readings.status == "committed") if row is None else (readings.row == row)]
     if readings.empty:
@@ -60,6 +63,7 @@ def token_card(
     outcomes = outcomes_at(history, generated_index)
     if row is not None:
         outcomes = outcomes_of_row(outcomes, int(readings.step.iloc[0]))
+        drafting = drafting[drafting.step.isin([outcome.born for outcome in outcomes])]
     depth = prediction_depth(readings).iloc[0].to_dict()
     table = readings.sort_values("layer", ascending=False)
     line = table.iloc[0]
@@ -69,6 +73,7 @@ def token_card(
     if line.status in DISCARDED_DRAFT:
         outcomes = ()  # the next token was committed after another text
     body = f'<dl class="facts">{_facts(line, depth, outcomes, texts, input_token)}</dl>{_layer_table(table, texts)}'
+    body += _head_table(drafting, int(line.layer) + 1, texts) if len(drafting) else ""
     return Markup.of(_title(line, depth), body, note)
 
 
@@ -130,16 +135,9 @@ def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
     about_row += f" · {reads_and_predicts(first_line.position)}"
     has_committed = not pd.isna(first_line.committed_token_id) and first_line.status not in DISCARDED_DRAFT
     for line in table.itertuples():
-        cells = []
-        for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
-            share = float(np.exp(nats))
-            text = text_of(token_texts, int(token_id))
-            is_committed = has_committed and int(token_id) == line.committed_token_id
-            tip = f"{about_row} · layer {int(line.layer)}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
-            css_class = ' class="right"' if is_committed else ""
-            label = markup(token_label(text, _COLUMNS))
-            cells.append(f'<td{css_class} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
-        lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{"".join(cells)}</tr>')
+        marked = line.committed_token_id if has_committed else None
+        cells = _cells(line, f"{about_row} · layer {int(line.layer)}", marked, token_texts)
+        lines.append(f'<tr data-layer="{int(line.layer)}"><th>{int(line.layer)}</th>{cells}</tr>')
     note = "Most likely tokens by layer, the last layer on top; the stronger the background, the likelier the token."
     if has_committed:
         note += " Framed in green: the committed token."
@@ -147,6 +145,39 @@ def _layer_table(table: pd.DataFrame, token_texts: Mapping[int, str]) -> str:
         f'<div class="ladder" tabindex="0"><table><thead><tr><th>layer</th>{head}</tr></thead>'
         f'<tbody>{"".join(lines)}</tbody></table></div><p class="note">{note}</p>'
     )
+
+
+def _head_table(table: pd.DataFrame, first_layer: int, token_texts: Mapping[int, str]) -> str:
+    """Returns HTML of a table with a line for each reading of the draft head that predicted this token: its most likely
+    tokens from left to right. table: readings of the head's rows.  first_layer: number of the head's first layer."""
+    count, lines = max(len(ids) for ids in table.top_token_ids), []
+    head = "".join(f"<th>{i + 1}</th>" for i in range(count))
+    for line in table.sort_values(["step", "layer"], ascending=[True, False]).itertuples():
+        about = (
+            f"step {line.step}, token {line.chain_step} of its draft, head layer {int(line.layer) - first_layer}"
+        )
+        cells = _cells(line, about, line.drafted_token_id, token_texts)
+        name = f"{line.step}·{line.chain_step}"
+        lines.append(f"<tr><th title='{about}'>{name}</th>{cells}<td>{line.verdict}</td></tr>")
+    note = "What the draft head read here: step·token of its draft. Framed: the token that it drafted."
+    return (
+        f'<div class="ladder" tabindex="0"><table><thead><tr><th>head</th>{head}<th></th></tr></thead>'
+        f'<tbody>{"".join(lines)}</tbody></table></div><p class="note">{note}</p>'
+    )
+
+
+def _cells(line: TableLine, about: str, marked: "int | None", token_texts: Mapping[int, str]) -> str:
+    """Returns HTML of the cells of a reading: its most likely tokens, the likeliest first. about: first line of their
+    hover text.  marked: the token with a green frame; None or null for none."""
+    cells = []
+    for token_id, nats in zip(line.top_token_ids, line.top_logprob_nats, strict=True):
+        share = float(np.exp(nats))
+        text = text_of(token_texts, int(token_id))
+        tip = f"{about}\n{visible(text)}: {share:.1%}, log p {nats:.2f} nats"
+        css_class = ' class="right"' if not pd.isna(marked) and int(token_id) == marked else ""
+        label = markup(token_label(text, _COLUMNS))
+        cells.append(f'<td{css_class} style="--p:{share:.3f}" title="{markup(tip)}">{label}</td>')
+    return "".join(cells)
 
 
 def thought_card(
