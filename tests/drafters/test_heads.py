@@ -1,0 +1,207 @@
+"""Draft heads in the engine: the states that they read, their caches, their recorded rows, and edits of their layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import cacheprobe as cp
+from cacheprobe.engine.drafters.base import DraftContext
+from cacheprobe.engine.drafters.chain import ChainDrafter
+from cacheprobe.kvcache.own_cache import OwnCache
+from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.ops.equality import bitwise
+from tests.heads import SITES, TinyHeadDrafter
+from tests.tiny import PROMPTS, SMALL, hf_model, loaded
+
+ALWAYS = {**SMALL, "draft_length": 3}
+PREEMPTED = {"max_kv_tokens": 70, "capacity": 64, "prefill_chunk": 16}
+DOUBLED = [*PROMPTS, PROMPTS[0], PROMPTS[2]]
+"""Two requests share a prompt with another one, whose keys, values and target states they copy."""
+
+
+@torch.inference_mode()
+def hidden_states(token_ids: Sequence[int]) -> Tensor:
+    """What transformers says enters each block of the target, and leaves the last: [p, l + 1, m]."""
+    out = hf_model()(torch.tensor([token_ids]), output_hidden_states=True)
+    return torch.stack([states[0] for states in out.hidden_states], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Noting(TinyHeadDrafter):
+    """Notes the target states of the whole committed text at every draft."""
+
+    seen: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
+
+    def extend(self, context: DraftContext, states: Sequence[SequenceState]) -> list[list[int]]:
+        for state in states:
+            kept = context.target_states(state, 0, state.last_committed_position)
+            self.seen.append((tuple(state.token_ids), kept.clone()))
+        return super().extend(context, states)
+
+
+@pytest.mark.parametrize("settings", [{}, PREEMPTED], ids=["plain", "preempted"])
+def test_target_states_are_those_of_transformers_after_rollbacks_and_preemptions(settings: dict) -> None:
+    """At every draft, of every committed position, the prompt included."""
+    drafter = Noting()
+    trace = cp.run(loaded(), DOUBLED, **{**ALWAYS, **settings}, drafter=drafter)
+    assert trace.num_rolled_back and (not settings or trace.meta["preemptions"])
+    assert len(drafter.seen) > 20
+    for token_ids, kept in drafter.seen:
+        want = hidden_states(token_ids)[:-1]
+        assert len(kept) == len(token_ids) - 1
+        for i, (_, layer) in enumerate(SITES[:1]):  # the last layer's is given after the final norm
+            torch.testing.assert_close(kept[:, i], want[:, layer + 1], rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True, eq=False)
+class Apart(TinyHeadDrafter):
+    """Runs its chains on a copy of its cache, which so never sees a draft token."""
+
+    name: ClassVar[str] = "tiny-head"
+
+    def _step(self, context: DraftContext, head: HeadLM, own: OwnCache, residual: Tensor, drafted: dict) -> Tensor:
+        before = [tensor.clone() for tensor in (*own.cache.keys, *own.cache.values)]
+        chain = self.copies.setdefault(id(own.cache), before)  # what chains have written so far
+        for tensor, whole, written in zip((*own.cache.keys, *own.cache.values), before, chain, strict=True):
+            for state in drafted:
+                row, fed = own.row_of(state), self._fed[state]
+                tensor[row, :, fed:] = written[row, :, fed:]
+        out = super()._step(context, head, own, residual, drafted)
+        for tensor, whole, written in zip((*own.cache.keys, *own.cache.values), before, chain, strict=True):
+            for state in drafted:
+                row, fed = own.row_of(state), self._fed[state]
+                written[row, :, fed:] = tensor[row, :, fed:]
+            tensor.copy_(whole)
+        return out
+
+    copies: dict[int, list[Tensor]] = field(default_factory=dict)
+
+
+def cached(drafter: TinyHeadDrafter, states: Sequence[SequenceState]) -> list[Tensor]:
+    """Keys and values of the head's committed rows, by request."""
+    (own,) = drafter._own.values()
+    parts = []
+    for state in states:
+        row, fed = own.row_of(state), drafter._fed[state]
+        parts += [tensor[row, :, :fed].clone() for tensor in (*own.cache.keys, *own.cache.values)]
+    return parts
+
+
+def test_a_heads_cache_is_that_of_a_head_that_never_saw_a_rejected_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[type, dict[int, list[Tensor]]] = {}
+    release = ChainDrafter.release
+
+    def noting(self: TinyHeadDrafter, state: SequenceState) -> None:
+        if state in self._fed:
+            kept.setdefault(type(self), {})[state.request_id] = cached(self, [state])
+        release(self, state)
+
+    monkeypatch.setattr(ChainDrafter, "release", noting)
+    traces = [cp.run(loaded(), PROMPTS, **ALWAYS, drafter=drafter) for drafter in (TinyHeadDrafter(), Apart())]
+    assert traces[0].num_rolled_back > 10
+    assert all(traces[0].committed(i) == traces[1].committed(i) for i in range(len(PROMPTS)))
+    seen, apart = (kept[kind] for kind in (TinyHeadDrafter, Apart))
+    assert seen.keys() == apart.keys() == {*range(len(PROMPTS))}
+    for request in seen:
+        assert all(bitwise(a, b) for a, b in zip(seen[request], apart[request], strict=True))
+
+
+@pytest.mark.parametrize("settings", [{}, PREEMPTED], ids=["plain", "preempted"])
+def test_a_heads_rows_are_recorded_once_and_have_the_states_of_its_own_forward(settings: dict) -> None:
+    drafter = TinyHeadDrafter()
+    trace = cp.run(loaded(), DOUBLED, **{**ALWAYS, **settings}, drafter=drafter)
+    head = trace.head
+    assert head is not None and (not settings or trace.meta["preemptions"])
+    module = head.model.live
+    for i in range(len(DOUBLED)):
+        rows = head.rows(i, status="committed").sort_values("position")
+        text = [*DOUBLED[i], *trace.committed(i)]
+        assert rows.position.tolist() == list(range(1, rows.position.max() + 1))
+        assert rows.token_id.tolist() == text[1 : len(rows) + 1]
+        states = torch.stack([trace.states(*site, i) for site in SITES], dim=1)[: len(rows)]
+        with torch.inference_mode():
+            module.given = module.entering(states)[None]
+            want = module.residual(torch.tensor([rows.token_id.tolist()]))[0]
+        module.given = None
+        # 1e-4: sums of three layers, of numbers up to 5, in another order
+        torch.testing.assert_close(head.vectors("S", max(head.store.layers), rows), want, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_a_chain_have_its_steps_and_the_verdict_on_what_they_drafted() -> None:
+    trace = cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter())
+    rows, events = trace.head.rows(), trace.events()
+    last = max(trace.head.store.layers)
+    read = trace.hypotheses(include_rolled_back=True, include_head=True)
+    read = read[(read.phase == "draft") & (read.layer == read.layer.max())]
+    assert read.layer.max() == loaded().n_layers + last
+    drafted = events[events.draft_token_ids.map(len) > 0]
+    for event in drafted.itertuples():
+        born = events[(events.request_id == event.request_id) & (events.step < event.step)]
+        born = born[born.proposed_token_ids.map(len) > 0]
+        own = rows[(rows.request_id == event.request_id) & (rows.step == born.step.max()) & rows.chain_step.notna()]
+        assert own.chain_step.tolist() == list(range(1, len(event.draft_token_ids) + 1))
+        assert own.position.tolist() == list(range(event.draft_start - 1, event.draft_start - 1 + len(own)))
+        lines = read[(read.request_id == event.request_id) & (read.step == born.step.max()) & read.chain_step.notna()]
+        assert lines.token_id.tolist() == list(event.draft_token_ids)  # greedy: the head's first choices
+        accepted = int(event.num_accepted)
+        want = ["accepted"] * accepted + ["rejected"] * (len(lines) > accepted)
+        assert lines.verdict.tolist() == want + ["unverified"] * (len(lines) - len(want))
+
+
+def test_edits_reach_a_head_and_change_no_committed_token() -> None:
+    plain = cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter(), deterministic=[0])
+    first = loaded().n_layers
+    edit = cp.interventions.zero(site="T", layer=first, request_id=0)
+    edited = cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter(), deterministic=[0], interventions=edit)
+    assert [edited.committed(i) for i in range(5)] == [plain.committed(i) for i in range(5)]
+    assert edited.logprobs(0) == plain.logprobs(0)
+    assert not edited.head.vectors("T", 0, edited.head.rows(0)).any()
+    assert edited.head.vectors("T", 0, edited.head.rows(1)).any()
+    assert edited.edits().committed[0] == len(edited.head.rows(0, status="committed"))
+    drafts = [trace.events().proposed_token_ids[trace.events().request_id == 0] for trace in (plain, edited)]
+    assert [tuple(ids) for ids in drafts[0]] != [tuple(ids) for ids in drafts[1]]
+    head_layers = len(edited.head.store.layers)
+    for wrong, said in [
+        (dict(layer=first + head_layers), "unknown layer"),
+        (dict(layer=first, phases=("verify",)), "phase draft alone"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            one = cp.interventions.zero(site="T", request_id=1, **wrong)
+            cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter(), interventions=one)
+
+
+def test_a_head_refuses_requests_that_start_from_a_snapshot() -> None:
+    snapshot = cp.kv_snapshot(loaded(), PROMPTS[0], capacity=96)
+    request = cp.Request(PROMPTS[0], cached=snapshot)
+    with pytest.raises(ValueError, match="request 0 starts from a KVSnapshot"):
+        cp.run(loaded(), [request], **ALWAYS, drafter=TinyHeadDrafter())
+
+
+def test_a_head_that_fails_once_leaves_every_row_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, calls = HeadLM.run, iter(range(100_000))
+
+    def failing(self: HeadLM, *args: object) -> Tensor:
+        if next(calls) == 9:
+            raise RuntimeError("a fault of the head")
+        return run(self, *args)
+
+    want = cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter())
+    monkeypatch.setattr(HeadLM, "run", failing)
+    trace = cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter())
+    assert [trace.committed(i) for i in range(5)] == [want.committed(i) for i in range(5)]
+    for i in range(len(PROMPTS)):
+        positions = trace.head.rows(i, status="committed").position
+        assert sorted(positions) == list(range(1, positions.max() + 1))
+        torch.testing.assert_close(trace.head.states("S", 0, i), want.head.states("S", 0, i)[: len(positions)])
+
+
+def test_without_a_head_its_readings_are_refused() -> None:
+    trace = cp.run(loaded(), PROMPTS[:1], **SMALL, drafter=cp.drafters.NGram())
+    assert trace.head is None
+    with pytest.raises(ValueError, match="recorded no draft head"):
+        trace.hypotheses(include_head=True)
