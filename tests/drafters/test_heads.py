@@ -175,6 +175,23 @@ def test_edits_reach_a_head_and_change_no_committed_token() -> None:
             cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter(), interventions=one)
 
 
+def test_states_patched_into_a_head_decide_what_it_drafts() -> None:
+    """The last layer's S, from a run whose head had other weights: the head drafts what it reads in that state."""
+    other, where = TinyHeadDrafter(scale=0.2), dict(site="S", layer=loaded().n_layers + 2, request_id=0)
+    source = cp.run(loaded(), PROMPTS[:1], **ALWAYS, drafter=other)
+    rows = source.head.rows(0)
+    first = rows[rows.chain_step == 1].iloc[:1]
+    patch = cp.interventions.replace(source.head.vectors("S", 2, first), positions=first.position.tolist(), **where)
+    runs = [cp.run(loaded(), PROMPTS[:1], **ALWAYS, drafter=TinyHeadDrafter(), interventions=p) for p in ((), patch)]
+    drafts = [run.events().proposed_token_ids for run in runs]
+    first_of = [next(ids[0] for ids in proposed if len(ids)) for proposed in drafts]
+    read = runs[0].head.model.read_out(source.head.vectors("S", 2, first)).argmax(-1)
+    assert first_of[1] == int(read) != first_of[0]
+    assert runs[0].committed(0) == runs[1].committed(0)
+    with pytest.raises(ValueError, match="this trace is of a draft head"):
+        cp.interventions.swap(cp.run(loaded(), PROMPTS[:2], **ALWAYS, drafter=other).head, 0, 1, site="S", layer=0)
+
+
 def test_a_head_refuses_requests_that_start_from_a_snapshot() -> None:
     snapshot = cp.kv_snapshot(loaded(), PROMPTS[0], capacity=96)
     request = cp.Request(PROMPTS[0], cached=snapshot)

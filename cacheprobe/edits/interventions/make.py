@@ -140,6 +140,11 @@ def swap(
         raise ValueError("swap: a trace keeps sites S, T, C and recurrent, and z of heads; swap one of those")
     if fields.get("positions") is None:
         raise ValueError("swap: say which positions= to swap, such as range(4, 9)")
+    if "head" in trace.meta:
+        raise ValueError(
+            "swap: this trace is of a draft head; use replace() with trace.head.vectors(...), and the layer's "
+            "number after the model's layers"
+        )
     if trace.meta.get("interventions"):
         raise ValueError("swap: the trace's own run was changed by interventions; take a trace of a plain run")
 

@@ -86,7 +86,9 @@ class ChainDrafter(Drafter, ABC):
             if not going_on:
                 return list(proposals.values())
             drafting = [drafting[i] for i in going_on]
-            newest = self._step(context, head, own, newest[going_on], {s: proposals[s] for s in drafting})
+            if len(going_on) < len(newest):
+                newest = newest[upload(newest.device, [torch.tensor(going_on)])[0]]
+            newest = self._step(context, head, own, newest, {state: proposals[state] for state in drafting})
 
     def _catch_up(self, context: DraftContext, head: HeadLM, own: OwnCache, states: Sequence[SequenceState]) -> Tensor:
         """Adds the rows of the tokens committed since the last draft. Returns the head's residual stream [b, m] at each

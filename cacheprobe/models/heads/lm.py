@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import StagedCache
-from cacheprobe.models.base import CachedLM, StateSink
+from cacheprobe.models.base import CachedLM, ModelError, StateSink
 from cacheprobe.models.heads.module import HeadModule
 from cacheprobe.models.hf.lm import Head
 from cacheprobe.models.plain.lm import PlainLM
@@ -95,6 +95,10 @@ class HeadLM(PlainLM):
     def _forward(
         self, token_ids: Tensor, cache: StagedCache, num_layers: int | None, logit_slots: Sequence[int] | None
     ) -> Tensor:
+        if self.model.given is None:
+            raise ModelError(
+                f"{self.name} is a draft head, which reads a model's states; call run(...), or draft with it"
+            )
         out = super()._forward(token_ids, cache, num_layers, logit_slots)
         return out if num_layers is not None else self._over_target(out)
 

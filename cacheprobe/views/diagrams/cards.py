@@ -153,9 +153,7 @@ def _head_table(table: pd.DataFrame, first_layer: int, token_texts: Mapping[int,
     count, lines = max(len(ids) for ids in table.top_token_ids), []
     head = "".join(f"<th>{i + 1}</th>" for i in range(count))
     for line in table.sort_values(["step", "layer"], ascending=[True, False]).itertuples():
-        about = (
-            f"step {line.step}, token {line.chain_step} of its draft, head layer {int(line.layer) - first_layer}"
-        )
+        about = f"step {line.step}, token {line.chain_step} of its draft, head layer {int(line.layer) - first_layer}"
         cells = _cells(line, about, line.drafted_token_id, token_texts)
         name = f"{line.step}·{line.chain_step}"
         lines.append(f"<tr><th title='{about}'>{name}</th>{cells}<td>{line.verdict}</td></tr>")
