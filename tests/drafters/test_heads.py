@@ -189,7 +189,7 @@ def test_states_patched_into_a_head_decide_what_it_drafts() -> None:
     assert first_of[1] == int(read) != first_of[0]
     assert runs[0].committed(0) == runs[1].committed(0)
     with pytest.raises(ValueError, match="this trace is of a draft head"):
-        cp.interventions.swap(cp.run(loaded(), PROMPTS[:2], **ALWAYS, drafter=other).head, 0, 1, site="S", layer=0)
+        cp.interventions.swap(source.head, 0, 0, site="S", layer=0, positions=[2])
 
 
 def test_a_head_refuses_requests_that_start_from_a_snapshot() -> None:
