@@ -95,3 +95,11 @@ def browser() -> "Iterator[Browser]":
 
     with chromium() as one:
         yield one
+
+
+@pytest.fixture(scope="session")
+def speculators(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter that has speculators."""
+    from tests.exports.environment import interpreter
+
+    return interpreter(tmp_path_factory.mktemp("speculators") / "environment")

@@ -1,9 +1,6 @@
 """The export for speculators, read back by speculators itself in an environment of its own."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,24 +12,8 @@ import cacheprobe as cp
 from cacheprobe.analysis.exports import to_speculators
 from cacheprobe.ops.equality import bitwise
 from cacheprobe_benchmarks.shared.tiny import TINY, tiny_model
+from tests.exports.environment import run_script
 from tests.tiny import PROMPTS, SMALL
-
-SCRIPT = Path(__file__).parents[1] / "fixtures" / "read_speculators.py"
-
-
-@pytest.fixture(scope="module")
-def speculators(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter that has speculators: that of CACHEPROBE_SPECULATORS, or one in a new environment."""
-    if given := os.environ.get("CACHEPROBE_SPECULATORS"):
-        return given
-    python = tmp_path_factory.mktemp("environment") / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
-    for packages in ([f"torch=={torch.__version__.split('+')[0]}"], ["speculators==0.9.0"]):
-        done = subprocess.run([python, "-m", "pip", "install", "-q", *packages], capture_output=True, text=True)
-        if done.returncode:
-            said = f"speculators cannot be installed here: {done.stderr[-300:]}"
-            pytest.fail(said) if os.environ.get("CI") else pytest.skip(said)
-    return str(python)
 
 
 @pytest.mark.slow
@@ -45,9 +26,7 @@ def test_its_trainer_gets_the_states_of_the_run(speculators: str, is_shifted: bo
     samples = [{"input_ids": (one["token_ids"] + is_shifted).tolist()} for one in wanted]
     (tmp_path / "prepared.jsonl").write_text("\n".join(map(json.dumps, samples)))
     (tmp_path / "out").mkdir()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [speculators, str(SCRIPT), str(tmp_path), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = run_script(speculators, "read_speculators.py", [tmp_path, tmp_path / "out"])
     if is_shifted:
         assert done.returncode and "don't match expected token ids" in done.stderr
         return

@@ -41,7 +41,8 @@ class HeadLM(PlainLM):
         Raises: ModelError if the head's parts are not found.
         """
         super().__init__(live, target.tokenizer, name, note)
-        self.target_sites, self._token_ids = tuple(target_sites), token_ids
+        self.target_sites = tuple(target_sites)
+        self.token_ids = None if token_ids is None else token_ids.to(self.device)
         self.prepend_bos = target.prepend_bos
         self.stop_token_ids, self.stop_source = target.stop_token_ids, target.stop_source
         self.tapes = None
@@ -76,9 +77,9 @@ class HeadLM(PlainLM):
     def unembedding(self) -> Tensor:
         """Unembedding matrix [v, m] over the target's vocabulary: zeros for tokens that the head never drafts."""
         weight = super().unembedding
-        if self._token_ids is None:
+        if self.token_ids is None:
             return weight
-        return weight.new_zeros(self.d_vocab, weight.shape[1]).index_copy_(0, self._token_ids, weight)
+        return weight.new_zeros(self.d_vocab, weight.shape[1]).index_copy_(0, self.token_ids, weight)
 
     @contextmanager
     def capturing(self, sites: Sequence[tuple[str, int]], sink: StateSink) -> Iterator[None]:
@@ -104,7 +105,7 @@ class HeadLM(PlainLM):
 
     def _over_target(self, logits: Tensor) -> Tensor:
         """Returns the head's logits [..., v] over the target's vocabulary; -infinity for tokens that it lacks."""
-        if self._token_ids is None:
+        if self.token_ids is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.d_vocab), -torch.inf)
-        return whole.index_copy(-1, self._token_ids, logits)
+        return whole.index_copy(-1, self.token_ids, logits)
