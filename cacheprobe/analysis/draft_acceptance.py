@@ -253,9 +253,10 @@ def _replays(
             passes = replay_passes(text, exits, window, length)
             yield DraftReplay(text, drafter, lens, window, sampled, passes)
         return
-    d_vocab = trace.meta.get("d_vocab") if trace.model is None else trace.model.d_vocab
+    model = trace.model
+    d_vocab, tokenizer = (trace.meta.get("d_vocab"), None) if model is None else (model.d_vocab, model.tokenizer)
     for window in windows:
-        drafts = TokenDrafts(text, drafter, length, d_vocab)
+        drafts = TokenDrafts(text, drafter, length, d_vocab, tokenizer)
         try:
             yield DraftReplay(text, drafter, None, window, sampled, replay_passes(text, drafts, window, length))
         finally:

@@ -11,6 +11,7 @@ import pandas as pd
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.noise import gumbel_noise
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import whole_number
@@ -261,9 +262,9 @@ def _top_of(
 class TokenContext:
     """Is the DraftContext of a replay, and its model: it chooses tokens, and refuses to run the verified model."""
 
-    def __init__(self, drafter_name: str, d_vocab: int | None) -> None:
+    def __init__(self, drafter_name: str, d_vocab: int | None, tokenizer: LiveTokenizer = None) -> None:
         """d_vocab: size of the model's vocabulary; None if the run does not say."""
-        self.d_vocab, self.model = d_vocab, self
+        self.d_vocab, self.tokenizer, self.model = d_vocab, tokenizer, self
         self._refusal = ValueError(
             f"drafter {drafter_name} runs the verified model, which a replay does not; EarlyExit is read from the "
             "lens readings, other drafters must need only tokens; try this one with cp.run(model, prompts, drafter=...)"
@@ -291,12 +292,18 @@ class TokenDrafts:
     """Gives the drafts of a drafter for one request. Call `close` at the end."""
 
     def __init__(
-        self, text: CommittedText, drafter: Drafter, draft_length: int | None, d_vocab: int | None = None
+        self,
+        text: CommittedText,
+        drafter: Drafter,
+        draft_length: int | None,
+        d_vocab: int | None = None,
+        tokenizer: LiveTokenizer = None,
     ) -> None:
-        """Begins with the prompt and the first generated token committed. d_vocab: of the verified model, if known."""
+        """Begins with the prompt and the first generated token committed. d_vocab, tokenizer: of the verified model, if
+        known."""
         self._text, self._drafter = text, drafter
         self._has_cap = draft_length is not None
-        self._context = cast("DraftContext", TokenContext(drafter.name, d_vocab))
+        self._context = cast("DraftContext", TokenContext(drafter.name, d_vocab, tokenizer))
         # stop texts need a tokenizer; they end the committed text, so that a right draft ends there too
         stops = text.sampling.stop_token_ids or ()  # none are known of an import
         self._state = SequenceState(text.request, True, replace(text.sampling, stop=(), stop_token_ids=stops))

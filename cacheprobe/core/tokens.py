@@ -71,8 +71,8 @@ def _own_text(token_id: int, name: str | None, text: str) -> str:
     if name is None:
         return f"<{token_id}>"
     if CUT in text:
-        if all(character in _BYTES for character in name):
-            text = bytes(_BYTES[character] for character in name).decode(errors="cacheprobe-hex")
+        if all(character in BYTES for character in name):
+            text = bytes(BYTES[character] for character in name).decode(errors="cacheprobe-hex")
             return text.replace(CUT, "<0xEF><0xBF><0xBD>")  # a token that is this sign itself
         return name
     return f" {text}" if name.startswith("▁") and not text.startswith(" ") else text
@@ -85,7 +85,8 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTES = _byte_characters()
+BYTES = _byte_characters()
+"""The byte that each character stands for in a byte-level vocabulary, such as 32, a space, for Ġ."""
 
 
 def _as_hex(error: UnicodeError) -> tuple[str, int]:

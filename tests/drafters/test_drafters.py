@@ -36,7 +36,7 @@ def new_state(prompt: list[int], request_id: int = 0, **sampling) -> SequenceSta
 class Context:
     """A DraftContext for drafters that feed nothing to the main model."""
 
-    model = SimpleNamespace(d_vocab=VOCAB)
+    model = SimpleNamespace(d_vocab=VOCAB, tokenizer=None)
 
     def feed_newest(self, states, num_layers=None):
         raise AssertionError("this drafter has no use for the main model")
