@@ -46,19 +46,23 @@ class VocabularyMap:
             self._meanings = self._of_draft = {i: str(i) for i in known}
         else:
             self._meanings, self._of_draft = _meanings(target), _meanings(draft)
-        self._draft_id = {meaning: i for i, meaning in reversed(self._of_draft.items()) if i < draft.d_vocab}
+        self._draft_ids: dict[bytes | str, list[int]] = {}
+        for i, meaning in self._of_draft.items():
+            if i < draft.d_vocab:
+                self._draft_ids.setdefault(meaning, []).append(i)
         self.draft_ids: dict[int, int] = {}
         """The draft model's id of each shared token, by the target's id."""
         target_ids: dict[int, int] = {}
+        num_seen: Counter[bytes | str] = Counter()
         for i, meaning in self._meanings.items():
-            is_same = i < draft.d_vocab and self._of_draft.get(i) == meaning
-            own = i if is_same else self._draft_id.get(meaning)
-            if own is not None and i < self._size:
+            if i < self._size and (ids := self._draft_ids.get(meaning)):
+                own = ids[min(num_seen[meaning], len(ids) - 1)]  # the second of equal tokens is the other's second
+                num_seen[meaning] += 1
                 self.draft_ids[i] = own
                 target_ids.setdefault(own, i)
         self._columns = torch.tensor([[*target_ids.values()], [*target_ids]], dtype=torch.long)
         self._parts = {i for i, meaning in self._meanings.items() if _is_part(meaning)}
-        self._longest = max((len(one) for one in self._draft_id if isinstance(one, bytes)), default=0)
+        self._longest = max((len(one) for one in self._draft_ids if isinstance(one, bytes)), default=0)
         self._start = [] if self.has_same_ids else _start_token(draft)
         self._tokens = lru_cache(_SPANS)(self._encoded)
 
@@ -102,8 +106,8 @@ class VocabularyMap:
         ids, start = [], 0
         while start < len(span):
             ends = range(min(start + self._longest, len(span)), start, -1)
-            end = next((end for end in ends if span[start:end] in self._draft_id), start)
-            ids += [self._draft_id[span[start:end]]] if end > start else []
+            end = next((end for end in ends if span[start:end] in self._draft_ids), start)
+            ids += self._draft_ids[span[start:end]][:1] if end > start else []
             start = max(end, start + 1)
         return ids
 

@@ -272,18 +272,8 @@ def test_a_second_model_is_silent_past_its_own_context() -> None:
     assert [len(proposal) for proposal in drafter.extend(Context(), states)] == [2, 1, 0, 4]
 
 
-def with_tokenizer(model: PlainLM, encode) -> PlainLM:
-    model = copy.copy(model)
-    model.tokenizer, model.encode = object(), lambda text, add_special_tokens: encode(text)
-    return model
-
-
 def test_a_second_model_that_does_not_fit_is_refused_by_name() -> None:
-    main = with_tokenizer(loaded(), lambda text: tuple(map(ord, text)))
-    for encode in (lambda text: tuple(map(ord, text.strip())), lambda text: tuple(map(ord, text.lower()))):
-        with pytest.raises(ValueError, match="encode .* differently"):
-            DraftModel(with_tokenizer(loaded("qwen2"), encode)).check(main)
-    DraftModel(with_tokenizer(loaded("qwen2"), lambda text: tuple(map(ord, text)))).check(main)
+    main = loaded()
     DraftModel(loaded("qwen2")).check(main)  # no tokenizer: there are only ids to compare
 
     larger = copy.copy(loaded("qwen2"))

@@ -11,6 +11,7 @@ from scipy import stats
 import cacheprobe as cp
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.engine import committer
+from cacheprobe.models.plain.lm import PlainLM
 from tests.invariants.machines import rounding_by_shape, tiny
 from tests.invariants.runs import CHUNK, HOT, NEW, PROMPTS, RUN, Watched, babbler, future, outcome
 from tests.tiny import VOCAB, loaded
@@ -77,7 +78,7 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
         for i, request in enumerate(trace.requests):
             text = [*request.prompt_token_ids, *trace.committed(i)]
             with torch.inference_mode():
-                logits = loaded().bridge.forward(torch.tensor([text]), return_type="logits")[0]
+                logits = (model or loaded()).bridge.forward(torch.tensor([text]), return_type="logits")[0]
             first = request.num_prompt_tokens
             nats = logits.double().log_softmax(-1)[range(first - 1, len(text) - 1), text[first:]]
             assert len(trace.logprobs(i)) == NEW
@@ -130,12 +131,14 @@ def test_rejection_accepts_more_than_equality() -> None:
     assert 0 < shares["equality"] < shares["rejection"] < 1
 
 
-def exact_pairs(prompt: list[int], sampling: SamplingParams) -> dict[tuple[int, int], float]:
+def exact_pairs(
+    prompt: list[int], sampling: SamplingParams, model: PlainLM | None = None
+) -> dict[tuple[int, int], float]:
     """Probability of every pair of second and third output tokens, by the target's own distributions."""
 
     def probs(text: list[int]) -> np.ndarray:
         with torch.inference_mode():
-            logits = loaded().bridge.forward(torch.tensor([text]), return_type="logits")[0, -1]
+            logits = (model or loaded()).bridge.forward(torch.tensor([text]), return_type="logits")[0, -1]
         scores = np.array(target_scores_slowly(logits, sampling, text))
         weights = np.exp(scores - scores.max())
         return weights / weights.sum()

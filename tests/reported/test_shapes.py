@@ -174,7 +174,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def other_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    words = {"<unk>": 0} | {f"w{i}": 96 - i for i in range(1, 96)} | {"The": 96}
+    words = {"<unk>": 0} | {f"v{i}": i for i in range(1, 96)}
     built = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     built.pre_tokenizer = pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=built, unk_token="<unk>")
@@ -214,7 +214,7 @@ def test_models_of_one_tokenizer_and_other_paddings_draft_for_each_other(target_
         assert [trace.committed(i) for i in range(3)] == want and not trace.meta["errors"]
         events = trace.events().query("phase == 'verify'")
         assert events.num_accepted.sum() > 20
-        assert max(max(ids, default=0) for ids in events.draft_token_ids) < 100
+        assert max(max(ids, default=0) for ids in events.draft_token_ids) < len(tokenizer())
 
 
 @pytest.mark.parametrize(("target_size", "draft_size"), SIZES)
@@ -232,7 +232,7 @@ def test_no_draft_id_lies_outside_the_target_however_much_the_draft_model_likes_
         assert [trace.committed(i) for i in range(3)] == [plain.committed(i) for i in range(3)]
         assert not trace.meta["errors"] and trace.num_drafted
         drafted = {token for ids in trace.events().draft_token_ids for token in ids}
-        assert max(drafted) < min(target_size, draft_size)
+        assert max(drafted) < len(tokenizer())
 
 
 def test_a_text_with_an_id_that_the_draft_model_lacks_gets_no_drafts() -> None:
@@ -254,7 +254,7 @@ def test_acceptance_refuses_what_a_run_refuses() -> None:
     trace = cp.run(target, TEXTS, max_new_tokens=12, progress=False)
     DraftModel, EarlyExit = cp.drafters.DraftModel, cp.drafters.EarlyExit
     refused: dict[Any, str] = {
-        DraftModel(cp.load_model(padded(100), other_tokenizer())): "same tokenizer",
+        DraftModel(cp.load_model(padded(100), other_tokenizer())): "share 1 token, less than 10%",
         EarlyExit(layer=7): "unknown layer 7",
         EarlyExit(layer=1): "unknown layer 1",
         DraftModel: "a drafter is an object",

@@ -82,7 +82,7 @@ class DraftModel(Drafter):
         smaller = min(len(ours.tokenizer), len(model.tokenizer)) if has_texts else 0
         if shared < max(_LEAST_SHARED * smaller, 1):
             raise ValueError(
-                f"DraftModel: the tokenizers of {ours.name} and {model.name} share {shared:,} tokens, less than "
+                f"DraftModel: the tokenizers of {ours.name} and {model.name} share {shared:,} token{'s' * (shared != 1)}, less than "
                 f"{_LEAST_SHARED:.0%} of the {smaller:,} of the smaller one, so drafts would seldom be accepted; use a "
                 "draft model whose tokenizer shares more, best the same one"
             )
@@ -97,7 +97,7 @@ class DraftModel(Drafter):
         if self.model.tokenizer is not None and (bad := [i for i in ids if own[i] != texts[i]]):
             raise ValueError(
                 f"DraftModel: token {bad[0]} is {own[bad[0]]!r} for {self.model.name} and {texts[bad[0]]!r} for "
-                f"{name}; use a draft model with the same tokenizer"
+                f"{name}; use a draft model with the same tokenizer, or give the run its model"
             )
 
     def release(self, state: SequenceState) -> None:
