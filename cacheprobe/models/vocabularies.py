@@ -71,6 +71,11 @@ class VocabularyMap:
         """Number of tokens that may be drafted."""
         return self._columns.shape[1]
 
+    @property
+    def num_smaller(self) -> int:
+        """Number of tokens of the smaller tokenizer."""
+        return min(len(self._meanings), len(self._of_draft))
+
     def to_draft(self, token_ids: Sequence[int]) -> list[int]:
         """Returns a text of the target in the draft model's tokens; [] if it cannot be written in them.
 

@@ -35,7 +35,9 @@ CORPUS = [
 ]
 TEXTS = ["Alice flips the coin two times, and", "The lamp is still on the table.\nBob flips", "Chloé 17 東京 🙂 flips"]
 SPECIAL = ["<unk>", "<s>", "</s>"]
-RUN: dict[str, Any] = dict(window=4, group=2, max_new_tokens=24, capacity=128, progress=False, capture=None)
+RUN: dict[str, Any] = dict(
+    window=4, group=2, max_new_tokens=24, capacity=128, draft_length=3, progress=False, capture=None
+)
 SAMPLING = {
     "greedy": cp.SamplingParams(stop_token_ids=()),
     "sampled": cp.SamplingParams(temperature=0.9, top_k=20, seed=3, repetition_penalty=1.1, stop_token_ids=()),
@@ -62,15 +64,15 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 @cache
 def sentencepiece() -> PreTrainedTokenizerFast:
-    """As of Llama 2 and T5: a Unigram with ▁ for a space, one in front of a text, byte tokens and a start token."""
-    learnt = Tokenizer(models.Unigram())
+    """As of Llama 2 and T5: a Unigram with ▁ for a space, one in front of a text, byte tokens and a start token.
+    Its pieces are those of a BPE, as a trained Unigram is another one in each process."""
+    learnt = Tokenizer(models.BPE())
     learnt.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
-    learnt.train_from_iterator([text.strip() for text in CORPUS], trainer)
-    pieces = json.loads(learnt.to_str())["model"]["vocab"]
-    single = [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
-    rest = [("▁", -9.0)] if all(name != "▁" for name, _ in pieces) else []
-    pieces = [*map(tuple, pieces[:3]), *single, *map(tuple, pieces[3:]), *rest]
+    trainer = trainers.BpeTrainer(vocab_size=160, special_tokens=SPECIAL, show_progress=False)
+    learnt.train_from_iterator([text.replace("\n", "") for text in CORPUS], trainer)
+    names = sorted(learnt.get_vocab(), key=learnt.token_to_id)
+    single = [(f"<0x{byte:02X}>", -99.0) for byte in range(256)]
+    pieces = [*((name, 0.0) for name in SPECIAL), *single, *((name, -9 - i / 99) for i, name in enumerate(names[3:]))]
     backend = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     backend.add_special_tokens(SPECIAL)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -293,7 +295,7 @@ def test_a_replay_with_another_tokenizer_counts_as_the_run(tmp_path: Any) -> Non
     settings = dict(RUN, sampling=cp.SamplingParams(temperature=0.9, seed=1, stop_token_ids=()), capture="S")
     saved = cp.run(ours, TEXTS, **settings).save(tmp_path / "run")
     table = cp.analysis.acceptance(cp.load_trace(saved, ours), drafter, windows=4, progress=False)
-    events = verified(cp.run(ours, TEXTS, **settings, drafter=drafter, draft_length=3))
+    events = verified(cp.run(ours, TEXTS, **settings, drafter=drafter))
     of_run = [(len(own), sum(map(len, own.draft_token_ids)), own.num_accepted.sum()) for _, own in
               events.groupby("request_id")]  # fmt: skip
     assert [(r.passes, r.drafted, r.accepted) for r in table.itertuples()] == of_run and table.accepted.sum() > 5

@@ -78,13 +78,13 @@ class DraftModel(Drafter):
                 f"DraftModel: {ours.name} has a vocabulary of {ours.d_vocab}, {model.name} one of {model.d_vocab}; use "
                 "a draft model with the same tokenizer, and load both with it"
             )
-        shared = self._reader.vocabulary(model).num_shared
-        smaller = min(len(ours.tokenizer), len(model.tokenizer)) if has_texts else 0
-        if shared < max(_LEAST_SHARED * smaller, 1):
+        vocabulary = self._reader.vocabulary(model)
+        shared, smaller = vocabulary.num_shared, vocabulary.num_smaller
+        if shared < _LEAST_SHARED * smaller:
             raise ValueError(
-                f"DraftModel: the tokenizers of {ours.name} and {model.name} share {shared:,} token{'s' * (shared != 1)}, less than "
-                f"{_LEAST_SHARED:.0%} of the {smaller:,} of the smaller one, so drafts would seldom be accepted; use a "
-                "draft model whose tokenizer shares more, best the same one"
+                f"DraftModel: the tokenizers of {ours.name} and {model.name} share {shared:,} "
+                f"token{'s' * (shared != 1)}, less than {_LEAST_SHARED:.0%} of the {smaller:,} of the smaller one, so "
+                "drafts would seldom be accepted; use a draft model whose tokenizer shares more, best the same one"
             )
         self._reader.model, _ = choose_path(ours)  # of the hooks that it has now
 
