@@ -25,8 +25,7 @@ class MakesCaches(Protocol):
 class OwnCache:
     """Gives each request a row of a KVCache that grows with the requests and their texts."""
 
-    def __init__(self, model: MakesCaches) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._cache: KVCache | None = None
         self._rows: WeakKeyDictionary[SequenceState, int] = WeakKeyDictionary()
 
@@ -47,18 +46,18 @@ class OwnCache:
         """Frees a request's row."""
         self._rows.pop(state, None)
 
-    def make_room(self, states: Iterable[SequenceState], num_slots: int) -> None:
+    def make_room(self, model: MakesCaches, states: Iterable[SequenceState], num_slots: int) -> None:
         """Gives these requests rows of at least `num_slots` slots, or of the model's whole context. What the cache
-        holds stays."""
+        holds stays. model: makes the cache."""
         rows = 1 + max(self.row_of(state) for state in states)
-        old, capacity = self._cache, min(num_slots, self._model.n_ctx)
+        old, capacity = self._cache, min(num_slots, model.n_ctx)
         if old is not None and rows <= old.rows and capacity <= old.capacity:
             return
         if old is not None:  # double what is too small, so that copies stay rare
             rows = max(old.rows, 2 * old.rows if rows > old.rows else 0, rows)
             capacity = max(old.capacity, 2 * old.capacity if capacity > old.capacity else 0, capacity)
-        capacity = min(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, self._model.n_ctx)
-        self._cache = self._model.new_cache(rows, capacity)
+        capacity = min(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, model.n_ctx)
+        self._cache = model.new_cache(rows, capacity)
         if old is not None:
             pairs = zip((*self._cache.keys, *self._cache.values), (*old.keys, *old.values), strict=True)
             for new_tensor, old_tensor in pairs:

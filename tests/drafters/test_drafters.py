@@ -236,13 +236,13 @@ def test_a_second_model_keeps_rows_only_for_requests_that_live() -> None:
     for _ in range(6):  # none of these is released: their run was broken off
         states = [new_state(prompt, i) for i, prompt in enumerate(PROMPTS)]
         drafter.extend(Context(), states)
-        assert len(drafter._reader.fed) == len(PROMPTS) == drafter._reader.cache.rows
+        assert len(drafter._reader.fed) == len(PROMPTS) == drafter._reader.own.cache.rows
         del states
     states = [new_state(prompt, i) for i, prompt in enumerate(PROMPTS)]
     drafter.extend(Context(), states[:3])
     drafter.release(states[1])
     drafter.extend(Context(), states[3:4])
-    assert {state.request_id: fed.cache_row for state, fed in drafter._reader.fed.items()} == {0: 0, 2: 2, 3: 1}
+    assert {state.request_id: drafter._reader.own.row_of(state) for state in drafter._reader.fed} == {0: 0, 2: 2, 3: 1}
 
 
 def test_a_second_model_stops_where_nothing_more_could_be_committed() -> None:

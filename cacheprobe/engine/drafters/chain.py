@@ -75,8 +75,8 @@ class ChainDrafter(Drafter, ABC):
         drafting = [state for state in states if not state.draft and self._room(head, state, 0) > 0]
         if not drafting:
             return list(proposals.values())
-        own = self._own.setdefault(head, OwnCache(head))
-        own.make_room(drafting, max(len(state.token_ids) for state in drafting) + max(_FEED_WIDTH, self.length))
+        own = self._own.setdefault(head, OwnCache())
+        own.make_room(head, drafting, max(len(state.token_ids) for state in drafting) + max(_FEED_WIDTH, self.length))
         newest = self._catch_up(context, head, own, drafting)
         while True:
             chosen = context.choose(drafting, head.read_out(newest), [proposals[state] for state in drafting])

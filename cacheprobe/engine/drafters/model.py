@@ -12,8 +12,7 @@ from torch import Tensor
 from cacheprobe.core.registry import register
 from cacheprobe.core.tokens import visible
 from cacheprobe.engine.drafters.base import DraftContext, Drafter
-from cacheprobe.kvcache.cache import KVCache
-from cacheprobe.kvcache.recurrent import copy_states
+from cacheprobe.kvcache.own_cache import OwnCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import choose_path
@@ -26,9 +25,6 @@ their single bytes, 256 of 32,000 or more; drafts of single bytes cost more pass
 
 _FEED_WIDTH = 64
 """Maximum number of tokens of one text in a pass of the draft model. Longer texts take several passes."""
-
-_CAPACITY_STEP = 128
-"""Slots; the capacity of the draft model's cache is a multiple of this number."""
 
 
 @register("drafters", "draft_model")
@@ -142,8 +138,9 @@ class _Reader:
 
     def __init__(self, model: CachedLM) -> None:
         self.model = model
-        self.cache: KVCache | None = None
-        self.fed: WeakKeyDictionary[SequenceState, _Fed] = WeakKeyDictionary()
+        self.own = OwnCache()
+        self.fed: WeakKeyDictionary[SequenceState, list[int]] = WeakKeyDictionary()
+        """Tokens that the request's cache row holds."""
         self._vocabulary: tuple[tuple[object, ...], VocabularyMap] | None = None
 
     def vocabulary(self, target: Vocabulary) -> VocabularyMap:
@@ -158,16 +155,17 @@ class _Reader:
     def forget(self, state: SequenceState) -> None:
         """Frees a request's row in the draft model's cache."""
         self.fed.pop(state, None)
+        self.own.forget(state)
 
     def next_logits(self, texts: Mapping[SequenceState, Sequence[int]]) -> Float[Tensor, "b v"]:
         """Returns the draft model's logits after the last token of each text. Feeds the tokens that the request's cache
         row does not hold yet."""
-        self._make_room(texts)
+        self.own.make_room(self.model, texts, max(map(len, texts.values())) + _FEED_WIDTH)
         for state, text in texts.items():
-            fed = self.fed[state].token_ids
+            fed = self.fed.setdefault(state, [])
             del fed[min(_num_shared(fed, text), len(text) - 1) :]
         # sorted by cache row, so that a full batch is one contiguous view of the cache
-        unfinished = sorted(texts, key=lambda state: self.fed[state].cache_row)
+        unfinished = sorted(texts, key=self.own.row_of)
         logits: dict[SequenceState, Tensor] = {}
         while unfinished:
             logits |= self._feed({state: texts[state] for state in unfinished})
@@ -177,54 +175,23 @@ class _Reader:
     def _feed(self, texts: Mapping[SequenceState, Sequence[int]]) -> dict[SequenceState, Tensor]:
         """Runs one pass over the next tokens of each text, and returns a dict: request -> logits [v], for texts now fed
         to their end. Raises: ValueError for NaN or infinite logits."""
-        assert self.cache is not None
-        fed = [self.fed[state] for state in texts]
-        starts = [len(one.token_ids) for one in fed]
+        fed, rows = [self.fed[state] for state in texts], [self.own.row_of(state) for state in texts]
+        starts = [len(one) for one in fed]
         most = min(_FEED_WIDTH, self.model.n_ctx - max(starts))  # pads stay inside the context, too
         parts = [text[start : start + most] for start, text in zip(starts, texts.values(), strict=True)]
         width = max(len(part) for part in parts)
         token_ids = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts])
         slots = sorted({len(part) - 1 for part in parts})
-        out = self.model.forward(token_ids, self.cache, [one.cache_row for one in fed], starts, logit_slots=slots)
+        out = self.model.forward(token_ids, self.own.cache, rows, starts, logit_slots=slots)
         if not bool(out.max(-1).values.isfinite().all()):
             raise ValueError(f"the draft model {self.model.name} gives NaN or infinite logits; load it in float32")
         for one, part in zip(fed, parts, strict=True):
-            one.token_ids.extend(part)
+            one.extend(part)
         return {
             state: out[b, slots.index(len(parts[b]) - 1)]
             for b, (state, text) in enumerate(texts.items())
-            if len(fed[b].token_ids) == len(text)
+            if len(fed[b]) == len(text)
         }
-
-    def _make_room(self, texts: Mapping[SequenceState, Sequence[int]]) -> None:
-        """Gives every request a row of the draft model's cache, and enlarges the cache if a text needs more slots."""
-        for state in texts:
-            if state not in self.fed:
-                taken = {one.cache_row for one in self.fed.values()}
-                self.fed[state] = _Fed(min(set(range(len(taken) + 1)) - taken))
-        old = self.cache
-        rows = 1 + max(one.cache_row for one in self.fed.values())
-        capacity = min(max(len(text) for text in texts.values()) + _FEED_WIDTH, self.model.n_ctx)
-        if old is not None and rows <= old.rows and capacity <= old.capacity:
-            return
-        if old is not None:  # double what is too small, so that copies stay rare
-            rows = max(old.rows, 2 * old.rows if rows > old.rows else 0, rows)
-            capacity = max(old.capacity, 2 * old.capacity if capacity > old.capacity else 0, capacity)
-        capacity = min(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, self.model.n_ctx)
-        self.cache = self.model.new_cache(rows, capacity)
-        if old is not None:
-            pairs = zip((*self.cache.keys, *self.cache.values), (*old.keys, *old.values), strict=True)
-            for new_tensor, old_tensor in pairs:
-                new_tensor[: old.rows, :, : old.capacity] = old_tensor
-            copy_states(old, self.cache)
-
-
-@dataclass
-class _Fed:
-    """Holds the number of a request's row in the draft model's cache, and the tokens that the row holds."""
-
-    cache_row: int
-    token_ids: list[int] = field(default_factory=list)
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
