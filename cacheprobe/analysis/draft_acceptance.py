@@ -9,8 +9,10 @@ import pandas as pd
 
 from cacheprobe.analysis.draft_passes import (
     CommittedText,
+    HeadContext,
     ReplayedPass,
     Sampled,
+    TokenContext,
     TokenDrafts,
     exit_of,
     replay_passes,
@@ -19,7 +21,7 @@ from cacheprobe.analysis.measures import lens_readings
 from cacheprobe.core.config import ACCEPTANCES
 from cacheprobe.core.terminal import Progress
 from cacheprobe.core.values import KnownKeywords, hint, number, whole_number
-from cacheprobe.engine.drafters.base import Drafter, require_drafter
+from cacheprobe.engine.drafters.base import Drafter, head_of, require_drafter
 from cacheprobe.engine.drafters.early_exit import EarlyExit
 from cacheprobe.engine.drafters.model import DraftModel
 from cacheprobe.trace.tables.schema import typed
@@ -111,8 +113,9 @@ def acceptance(
     """Computes from one stored trace which draft tokens would have been accepted. Does not run the model.
 
     drafters: EarlyExit objects, whose draft tokens are the first tokens of the lens readings at their layer; and
-        drafters that need only tokens (NGram, Scripted) or a model of their own (DraftModel), which draft again. By
-        default an EarlyExit at each layer that was read but the model's last.
+        drafters that need only tokens (NGram, Scripted), a model of their own (DraftModel), or a head that reads the
+        trace's states (Eagle3; with the trace's model), which draft again. By default an EarlyExit at each layer that was
+        read but the model's last.
     windows: tokens of a verify pass.  draft_length: as the number of `cp.run`, by default all that the window takes;
         "adaptive" cannot be replayed, as it depends on costs and on other requests.  rule: as acceptance of `cp.run`.
     temperature: None for that of each request. Another one is an estimate, along the stored text.
@@ -253,14 +256,22 @@ def _replays(
             passes = replay_passes(text, exits, window, length)
             yield DraftReplay(text, drafter, lens, window, sampled, passes)
         return
-    model = trace.model
-    d_vocab, tokenizer = (trace.meta.get("d_vocab"), None) if model is None else (model.d_vocab, model.tokenizer)
     for window in windows:
-        drafts = TokenDrafts(text, drafter, length, d_vocab, tokenizer)
+        drafts = TokenDrafts(text, drafter, length, _context(trace, drafter))
         try:
             yield DraftReplay(text, drafter, None, window, sampled, replay_passes(text, drafts, window, length))
         finally:
             drafts.close()
+
+
+def _context(trace: "Trace", drafter: Drafter) -> TokenContext:
+    """Returns the DraftContext of a replay with this drafter."""
+    model = trace.model
+    if model is None:
+        return TokenContext(drafter.name, trace.meta.get("d_vocab"))
+    if (head := head_of(drafter, model)) is not None:
+        return HeadContext(drafter.name, trace, model, head)
+    return TokenContext(drafter.name, model.d_vocab, model.tokenizer)
 
 
 def committed_readings(trace: "Trace", readings: pd.DataFrame | None) -> pd.DataFrame:

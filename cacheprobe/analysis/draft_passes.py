@@ -1,24 +1,31 @@
 """Replays the verify passes of one request over its committed text, with the drafts of another drafter."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from cacheprobe.core.live import LiveTokenizer
 from cacheprobe.core.noise import gumbel_noise
-from cacheprobe.core.records import Request, SamplingParams
+from cacheprobe.core.records import Request, RowSlot, SamplingParams
 from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.sequence import SequenceState
+from cacheprobe.models.base import CachedLM
+from cacheprobe.models.heads.lm import HeadLM
 from cacheprobe.ops.acceptance import clip_draft, num_accepted
 from cacheprobe.ops.sampling import choose_token
+
+if TYPE_CHECKING:
+    from cacheprobe.trace.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -288,22 +295,35 @@ class TokenContext:
         return [choose_token(row, state.sampling, text, len(text)) for state, row, text in read]
 
 
+class HeadContext(TokenContext):
+    """Is the DraftContext of a replay of a drafter with a head, which reads the states of a trace."""
+
+    def __init__(self, drafter_name: str, trace: "Trace", model: CachedLM, head: HeadLM) -> None:
+        super().__init__(drafter_name, model.d_vocab, model.tokenizer)
+        self.model, self._trace, self._sites = model, trace, head.target_sites
+        self._kept: tuple[int, list[Tensor]] = -1, []
+
+    def target_states(self, state: SequenceState, start: int, end: int) -> Tensor:
+        """Returns the recorded states [p, l, m] of a request's committed text. Raises: ValueError if the run did not
+        keep them."""
+        if self._kept[0] != state.request_id:
+            kept = [self._trace.states(site, layer, state.request_id) for site, layer in self._sites]
+            self._kept = state.request_id, kept
+        return torch.stack([states[start:end] for states in self._kept[1]], dim=1)
+
+    def recording(self, rows: Sequence[RowSlot], shape: tuple[int, int]) -> AbstractContextManager[None]:
+        """Returns a context manager that does nothing: a replay is not recorded."""
+        return nullcontext()
+
+
 class TokenDrafts:
     """Gives the drafts of a drafter for one request. Call `close` at the end."""
 
-    def __init__(
-        self,
-        text: CommittedText,
-        drafter: Drafter,
-        draft_length: int | None,
-        d_vocab: int | None = None,
-        tokenizer: LiveTokenizer = None,
-    ) -> None:
-        """Begins with the prompt and the first generated token committed. d_vocab, tokenizer: of the verified model, if
-        known."""
+    def __init__(self, text: CommittedText, drafter: Drafter, draft_length: int | None, context: TokenContext) -> None:
+        """Begins with the prompt and the first generated token committed."""
         self._text, self._drafter = text, drafter
         self._has_cap = draft_length is not None
-        self._context = cast("DraftContext", TokenContext(drafter.name, d_vocab, tokenizer))
+        self._context = cast("DraftContext", context)
         # stop texts need a tokenizer; they end the committed text, so that a right draft ends there too
         stops = text.sampling.stop_token_ids or ()  # none are known of an import
         self._state = SequenceState(text.request, True, replace(text.sampling, stop=(), stop_token_ids=stops))

@@ -219,6 +219,20 @@ def test_a_head_that_fails_once_leaves_every_row_recorded_once(monkeypatch: pyte
         torch.testing.assert_close(trace.head.states("S", 0, i), want.head.states("S", 0, i)[: len(positions)])
 
 
+def test_a_replay_of_a_stored_run_drafts_what_the_run_drafted() -> None:
+    trace = cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter())
+    kept = cp.run(loaded(), PROMPTS, **SMALL, capture="SZ")
+    table = cp.analysis.acceptance(kept, TinyHeadDrafter(), windows=4, draft_length=3, progress=False)
+    events = trace.events()
+    for line in table.itertuples():
+        own = events[events.request_id == line.request_id]
+        assert line.drafted == own.draft_token_ids.map(len).sum()
+        assert line.accepted == own.num_accepted.fillna(0).sum()
+    tokens_only = cp.run(loaded(), PROMPTS[:1], **SMALL, capture="Z")
+    with pytest.raises(ValueError, match="capture"):
+        cp.analysis.acceptance(tokens_only, TinyHeadDrafter(), windows=4, progress=False)
+
+
 def test_without_a_head_its_readings_are_refused() -> None:
     trace = cp.run(loaded(), PROMPTS[:1], **SMALL, drafter=cp.drafters.NGram())
     assert trace.head is None
