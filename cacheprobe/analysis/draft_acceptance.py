@@ -114,8 +114,8 @@ def acceptance(
 
     drafters: EarlyExit objects, whose draft tokens are the first tokens of the lens readings at their layer; and
         drafters that need only tokens (NGram, Scripted), a model of their own (DraftModel), or a head that reads the
-        trace's states (Eagle3; with the trace's model), which draft again. By default an EarlyExit at each layer that was
-        read but the model's last.
+        trace's states (Eagle3; with the trace's model), which draft again. By default an EarlyExit at each layer that
+        was read but the model's last.
     windows: tokens of a verify pass.  draft_length: as the number of `cp.run`, by default all that the window takes;
         "adaptive" cannot be replayed, as it depends on costs and on other requests.  rule: as acceptance of `cp.run`.
     temperature: None for that of each request. Another one is an estimate, along the stored text.
