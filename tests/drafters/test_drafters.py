@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 import cacheprobe as cp
 from cacheprobe.core import registry
 from cacheprobe.core.records import Request, SamplingParams
-from cacheprobe.engine.drafters import DraftHead, DraftModel, EarlyExit, NGram, Replayed, Scripted, base
+from cacheprobe.engine.drafters import DraftHead, DraftModel, Eagle3, EarlyExit, NGram, Replayed, Scripted, base
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.sampling import choose_token
 from tests.by_hand import generated
+from tests.models.heads.eagle3_heads import folder_for_three_layers
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
 from tests.twins.equivalence import ngram_draft_slowly
 
@@ -74,6 +75,7 @@ def random_head() -> DraftHead:
 EXAMPLES: dict[str, Callable[[], Drafter]] = {
     "draft_head": random_head,
     "draft_model": lambda: DraftModel(near()),
+    "eagle3": lambda: Eagle3(folder_for_three_layers()),
     "early_exit": lambda: EarlyExit(layer=1),
     "replayed": lambda: Replayed({0: {1: [3, 4]}}),
     "scripted": lambda: Scripted(lambda state: [1, 2, 3]),

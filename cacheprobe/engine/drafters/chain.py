@@ -31,7 +31,7 @@ class ChainDrafter(Drafter, ABC):
     Twin: tests.drafters.test_heads: a head that never saw a rejected token, bitwise.
     """
 
-    length: int = 4
+    length: int = field(default=4, kw_only=True)
     """Maximum number of tokens in a draft; the engine's window and draft_length may set a lower limit."""
     drafted_layers: ClassVar[int] = 0
     always_drafts: ClassVar[bool] = False

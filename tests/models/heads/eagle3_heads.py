@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -58,6 +59,17 @@ def rows(seed: int = 0) -> tuple[Tensor, Tensor]:
 def speculators_folder(path: Path, **settings: bool) -> Path:
     """A random head in the layout of speculators."""
     return save_eagle3(random_head(**settings), path, "tiny")
+
+
+@cache
+@torch.inference_mode(False)
+def folder_for_three_layers() -> Path:
+    """A random head for the tiny model of `tests.tiny.loaded`, in a folder that goes with the process."""
+    _folders.append(TemporaryDirectory())
+    return change(speculators_folder(Path(_folders[0].name)), eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+
+
+_folders: list[TemporaryDirectory[str]] = []
 
 
 def safeailab_folder(source: Path, path: Path, **changes: object) -> Path:

@@ -13,6 +13,7 @@ from cacheprobe.models.heads.eagle3 import SWITCHES, Eagle3Module
 from cacheprobe.models.heads.eagle3_files import load_eagle3, save_eagle3
 from cacheprobe.models.heads.lm import HeadLM
 from cacheprobe.ops.equality import bitwise, close
+from tests.exports.environment import run_script
 from tests.models.heads.eagle3_heads import (
     BLOCK,
     DRAFT_VOCAB,
@@ -26,7 +27,6 @@ from tests.models.heads.eagle3_heads import (
     speculators_folder,
     target,
 )
-from tests.exports.environment import run_script
 from tests.tiny import VOCAB
 
 CASES: dict[str, JsonDict] = {
