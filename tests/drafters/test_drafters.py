@@ -4,6 +4,8 @@ import copy
 import random
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +17,15 @@ from hypothesis import strategies as st
 import cacheprobe as cp
 from cacheprobe.core import registry
 from cacheprobe.core.records import Request, SamplingParams
-from cacheprobe.engine.drafters import DraftHead, DraftModel, Eagle3, EarlyExit, NGram, Replayed, Scripted, base
+from cacheprobe.engine.drafters import MTP, DraftHead, DraftModel, Eagle3, EarlyExit, NGram, Replayed, Scripted, base
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import unembedding_sha256
+from cacheprobe.models.heads.load_mtp import load_mtp
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.sampling import choose_token
 from tests.by_hand import generated
+from tests.models.heads.checkpoints import MIMO, save_with_module
 from tests.models.heads.eagle3_heads import folder_for_three_layers
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed
 from tests.twins.equivalence import ngram_draft_slowly
@@ -72,11 +76,21 @@ def random_head() -> DraftHead:
     return DraftHead({**weights, "mean": torch.zeros(width), "scale": torch.tensor(1.0)}, unembedding_sha256(loaded()))
 
 
+def with_module() -> MTP:
+    """A drafter with a module of random weights for the main model, whose weights are in no file."""
+    with TemporaryDirectory() as folder:
+        save_with_module(hf_model(), hf_model(), MIMO, Path(folder))
+        drafter = MTP()
+        drafter._heads[loaded()] = load_mtp(cp.load_model(folder))
+    return drafter
+
+
 EXAMPLES: dict[str, Callable[[], Drafter]] = {
     "draft_head": random_head,
     "draft_model": lambda: DraftModel(near()),
     "eagle3": lambda: Eagle3(folder_for_three_layers()),
     "early_exit": lambda: EarlyExit(layer=1),
+    "mtp": with_module,
     "replayed": lambda: Replayed({0: {1: [3, 4]}}),
     "scripted": lambda: Scripted(lambda state: [1, 2, 3]),
 }

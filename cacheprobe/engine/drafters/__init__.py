@@ -5,8 +5,20 @@ from cacheprobe.engine.drafters.draft_head import DraftHead
 from cacheprobe.engine.drafters.eagle3 import Eagle3
 from cacheprobe.engine.drafters.early_exit import EarlyExit, FastPath
 from cacheprobe.engine.drafters.model import DraftModel
+from cacheprobe.engine.drafters.mtp import MTP
 from cacheprobe.engine.drafters.ngram import NGram
 from cacheprobe.engine.drafters.replayed import Replayed
 from cacheprobe.engine.drafters.scripted import Scripted
 
-__all__ = ["DraftHead", "DraftModel", "Drafter", "Eagle3", "EarlyExit", "FastPath", "NGram", "Replayed", "Scripted"]
+__all__ = [
+    "MTP",
+    "DraftHead",
+    "DraftModel",
+    "Drafter",
+    "Eagle3",
+    "EarlyExit",
+    "FastPath",
+    "NGram",
+    "Replayed",
+    "Scripted",
+]
