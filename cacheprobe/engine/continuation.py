@@ -1,6 +1,7 @@
 """Makes the plan and the requests of a run that was recorded to disk and not finished, from its journal."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,14 @@ def prepare_again(
     restore_states(run.states, journal)
     if run.editor is not None:
         run.editor.written = _written(journal)
+    if run.head is not None and journal.head is not None:
+        own = {**run.plan.fingerprint(), **run.head.fingerprint()}
+        require_same(
+            journal.head.header["meta"]["fingerprint"], own, "the drafter's head and that of the unfinished run"
+        )
+        rows = GrowingRun(journal.head).rows
+        positions = rows[rows.status == "committed"].groupby("request_id").position.max()
+        run = replace(run, head_positions=positions.to_dict())
     return run
 
 

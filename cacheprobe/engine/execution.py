@@ -2,9 +2,9 @@
 memory or to disk.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import DraftCosts, Observer
@@ -51,6 +51,8 @@ class PreparedRun:
     """The drafter's head; None if it has none."""
     head_editor: Editor | None = None
     """Applies the interventions on the head's layers; None without any."""
+    head_positions: Mapping[int, int] = field(default_factory=dict)
+    """By request id: the last position of which the head's row is recorded, by an earlier process."""
 
     def rounds(
         self, observer: Observer, step: int = -1, head_passes: HeadPasses | None = None
@@ -194,12 +196,13 @@ class Execution:
         self.recorder = plan.recorder()
         self.head_passes = None
         if run.head is not None and plan.recorded_capture.keeps_states:
-            self.head_passes = HeadPasses(run.head, plan.head_recorder(run.head), run.head_editor)
+            head_recorder = plan.head_recorder(run.head)
+            self.head_passes = HeadPasses(run.head, head_recorder, run.head_editor, run.head_positions)
         self._guard = RunGuard(plan.model, plan.fingerprint)
         if disk is not None:
             with hold_model(plan.model):
-                known = meta_before(self.recorder, *self._settings(self._known()))
-            disk.begin(self.recorder, plan.requests, states, known)
+                known = [(one, meta_before(one, *about)) for one, about in self._recorded(self._known())]
+            disk.begin(plan.requests, states, known)
         writers = () if disk is None else (disk,)
         of_head = () if self.head_passes is None else (self.head_passes,)
         self._rounds = run.rounds(Tee(self.recorder, *of_head, *writers, *observers), step, self.head_passes)
@@ -210,9 +213,20 @@ class Execution:
         own = {} if costs is None else {"draft_costs": costs.record()}
         return self.plan.meta({**self._meta, **own, **({"read_freely": freely} if freely else {})})
 
-    def _settings(self, meta: JsonDict) -> tuple[JsonDict, EngineConfig, CaptureConfig, JsonDict]:
-        """Returns (fingerprint, engine settings, capture settings, `meta`): what metadata is made from."""
-        return self._guard.fingerprint, self.plan.config, self.plan.capture, meta
+    def _recorded(
+        self, meta: JsonDict
+    ) -> list[tuple[Recorder, tuple[JsonDict, EngineConfig, CaptureConfig, JsonDict]]]:
+        """Returns the recorder of the run, and that of the drafter's head if its passes are recorded. Each comes with
+        (fingerprint, engine settings, capture settings, `meta`): what its metadata is made from."""
+        plan, passes, fingerprint = self.plan, self.head_passes, self._guard.fingerprint
+        found = [(self.recorder, (fingerprint, plan.config, plan.capture, meta))]
+        if passes is not None:
+            missing = {"ledger": "a head's cache is its own, and has no ledger"}
+            of_target = {"target": plan.model.name, "first_layer": plan.model.n_layers}
+            own = {**meta, "missing": missing, "head": of_target, "interventions": []}
+            facts = {**fingerprint, **passes.head.fingerprint()}
+            found.append((passes.recorder, (facts, plan.config, passes.recorder.config, own)))
+        return found
 
     def run(self) -> Trace:
         """Runs every request to its end and returns the recorded Trace. Runs in other threads wait meanwhile."""
@@ -258,23 +272,14 @@ class Execution:
         errors = {str(state.request_id): state.error for state in states if state.error}
         meta = {**self._known(), "errors": errors, "missing": plan.missing_answers()}
         with hold_model(plan.model):
+            recorded = self._recorded(meta)
             if self.disk is None:
-                trace = assemble(self.recorder, plan.requests, *self._settings(meta))
+                trace, *of_head = [assemble(one, plan.requests, *about) for one, about in recorded]
+                trace.head = of_head[0] if of_head else None
             else:
-                before = meta_before(self.recorder, *self._settings(meta))
-                trace = self.disk.trace(states, before, meta)
-            trace.head = self._head_trace(meta)
+                trace = self.disk.trace(states, [(meta_before(one, *about), about[-1]) for one, about in recorded])
+                if trace.head is not None and self.head_passes is not None:
+                    trace.head.model = self.head_passes.head
         trace.interventions = plan.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
         return trace
-
-    def _head_trace(self, meta: JsonDict) -> Trace | None:
-        """Returns the Trace of the drafter's head, whose rows are those of its passes; None without one."""
-        if self.head_passes is None:
-            return None
-        plan, recorder = self.plan, self.head_passes.recorder
-        fingerprint = {**self._guard.fingerprint, **self.head_passes.head.fingerprint()}
-        missing = {"ledger": "a head's cache is its own, and has no ledger"}
-        about = {"target": plan.model.name, "first_layer": plan.model.n_layers}
-        own = {**meta, "missing": missing, "head": about, "interventions": []}
-        return assemble(recorder, plan.requests, fingerprint, plan.config, recorder.config, own)

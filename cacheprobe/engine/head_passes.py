@@ -1,6 +1,6 @@
 """Records the passes of a draft head, and applies interventions to them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from cacheprobe.core.records import HEAD_PHASE, Finished, ForwardRecord, Observer, RowSlot, StepRecord
@@ -16,10 +16,11 @@ class HeadPasses(Observer):
     A row of a committed token is recorded once, also if the head computes it again after a preemption.
     """
 
-    def __init__(self, head: HeadLM, recorder: Recorder, editor: Editor | None) -> None:
-        """recorder: of the head as its model.  editor: of the interventions on the head's layers; None without any."""
+    def __init__(self, head: HeadLM, recorder: Recorder, editor: Editor | None, newest: Mapping[int, int]) -> None:
+        """recorder: of the head as its model.  editor: of the interventions on the head's layers; None without any.
+        newest: of a run that goes on, see `newest`."""
         self.head, self.recorder, self._editor = head, recorder, editor
-        self.newest: dict[int, int] = {}
+        self.newest = {**newest}
         """By request id: the last position whose canonical row is recorded."""
         self._unconfirmed: dict[int, int] = {}
 
@@ -54,17 +55,22 @@ class HeadPasses(Observer):
         self._unconfirmed |= {row.request_id: row.position for row in new if row.is_canonical}
 
     def abandon(self, states: Sequence[SequenceState]) -> None:
-        """Labels the rows of drafts that are not kept: they get no verdict."""
+        """Labels the rows of drafts that are not kept: they get no verdict. No step follows that confirms the rows."""
         for state in states:
             first = state.last_committed_position + 1
             self.recorder.on_abandon(state.request_id, -1, first, first + self.head.n_ctx)
+        self.recorder.confirm()
+        self._confirm()
+
+    def _confirm(self) -> None:
+        self.newest |= self._unconfirmed
+        self._unconfirmed = {}
 
     # -- events
 
     def on_step(self, record: StepRecord) -> None:
         """Confirms the rows of the step."""
-        self.newest |= self._unconfirmed
-        self._unconfirmed = {}
+        self._confirm()
         self.recorder.on_step(record)
 
     def on_failure(self, step: int) -> None:

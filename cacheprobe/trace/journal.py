@@ -15,7 +15,7 @@ import xxhash
 from cacheprobe import __version__
 from cacheprobe.core.files import fsync
 from cacheprobe.core.values import JsonDict
-from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, CheckedFiles, TraceError, require_format
+from cacheprobe.trace.manifest import FORMAT_VERSION, JOURNAL, CheckedFiles, TraceError, of_head, require_format
 
 _FORMAT = "cacheprobe journal"
 
@@ -26,7 +26,7 @@ class Journal:
 
     directory: Path
     header: JsonDict
-    """run_id, requests, meta, and the lists sites, heads and layers."""
+    """run_id, requests, meta, the lists sites, heads and layers, and "head": the last four of the drafter's head."""
     parts: tuple[JsonDict, ...]
     num_bytes: int
     """Bytes of the whole lines; later ones are of a line that was not written to its end."""
@@ -43,7 +43,15 @@ class Journal:
         for part in self.parts:
             for name, of_files in named.items():
                 of_files |= part[name]
-        return CheckedFiles(self.directory, named)
+        return CheckedFiles(self.directory, {**self.header, **named})
+
+    @property
+    def head(self) -> "Journal | None":
+        """What the journal says of the drafter's head, in the same form; None if the run has none."""
+        header, parts = of_head(self.header), (of_head(part) for part in self.parts)
+        if header is None:
+            return None
+        return Journal(self.directory, header, tuple(part for part in parts if part is not None), self.num_bytes)
 
     @property
     def last_step(self) -> int:

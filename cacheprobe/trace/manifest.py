@@ -29,6 +29,8 @@ FORMAT_VERSION = 15
 _EARLIER = "commit 29bbc91e"
 """Reads the formats whose manifests do not name the cacheprobe that wrote them."""
 MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"
+HEAD = "head_"
+"""First part of the names of the files of a draft head's rows, states and readings."""
 BLOCK_BYTES, BLOCK_HEX = 2**20, 32
 """Bytes of a file that have one checksum in the manifest, and its number of hexadecimal digits."""
 UNREAD = (
@@ -96,6 +98,13 @@ def require_format(directory: Path, header: JsonDict) -> None:
         )
 
 
+def of_head(entries: JsonDict) -> JsonDict | None:
+    """Returns what a manifest, or a line of a journal, says of the drafter's head, in the same form; None if the run
+    has none. Entries that the head shares with the run, such as requests, are the run's."""
+    own = entries.get("head")
+    return None if own is None else {**entries, **own, "head": None, "prefix": HEAD}
+
+
 def runs_in(folder: Path) -> list[str]:
     """Returns the names of the saved runs inside a folder, sorted, as relative paths.
 
@@ -134,6 +143,8 @@ class CheckedFiles:
         self.directory = directory
         self.sizes: dict[str, int] = manifest["files"]
         self.blocks: dict[str, str] = manifest["blocks"]
+        self.prefix: str = manifest.get("prefix", "")
+        """First part of the names of those files that `names` lists."""
 
     def require_whole(self) -> None:
         """Checks that every file exists and has the recorded size. Raises: TraceError for the first that does not."""
@@ -151,7 +162,8 @@ class CheckedFiles:
 
     def names(self, kind: str, ending: str = "parquet") -> list[str]:
         """Returns the names of the files of one kind, such as "rows", in the order in which they were written."""
-        return [name for name in self.sizes if name.startswith(f"{kind}-") and name.endswith(f".{ending}")]
+        first = f"{self.prefix}{kind}-"
+        return [name for name in self.sizes if name.startswith(first) and name.endswith(f".{ending}")]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Returns bytes start..stop-1 of a file (default: to its end) as a writable array [stop - start] of uint8.

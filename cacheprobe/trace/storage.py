@@ -8,6 +8,7 @@
       rows-<id>.parquet, hypotheses-<id>.parquet, events-<id>.parquet, ledger-<id>.parquet, tokens-<id>.parquet
       features-<id>.parquet          if features of a dictionary were recorded
       thoughts-<id>.parquet and .safetensors  of a Thinking States model
+      head_rows-<id>.parquet         and others with head_: of a drafter's head
 
 Every file is written in a temporary folder, flushed to the disk and renamed. File names carry an id. So saving over a
 run leaves the old one complete until the new manifest replaces the old. Then the files that the old manifest names are
@@ -17,7 +18,7 @@ deleted. Only one process at a time saves in a directory (see places.py).
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from io import BytesIO
 from itertools import chain, count, product
@@ -34,7 +35,7 @@ from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.values import JsonDict
 from cacheprobe.tasks import example_from_record, example_record
 from cacheprobe.trace.data import TraceData
-from cacheprobe.trace.manifest import FORMAT_VERSION, MANIFEST, checksums_of, sha256_of_manifest
+from cacheprobe.trace.manifest import FORMAT_VERSION, HEAD, MANIFEST, checksums_of, sha256_of_manifest
 from cacheprobe.trace.places import Recording, recording
 from cacheprobe.trace.state_store import ShardStore, StateStore, tensor_key
 from cacheprobe.trace.tables.schema import arrow_table
@@ -76,11 +77,11 @@ def write_parquet(pieces: "Iterable[pd.DataFrame | pa.Table]", path: "Path | Byt
 class RunFiles:
     """Writes files of one run into a directory, and holds their sizes and checksums by name.
 
-    staging: an empty folder on the same file system, for files that are not whole yet.
+    staging: an empty folder on the same file system, for files that are not whole yet.  prefix: of the files' names.
     """
 
-    def __init__(self, directory: Path, staging: Path, run_id: str) -> None:
-        self.directory, self.staging, self.run_id = directory, staging, run_id
+    def __init__(self, directory: Path, staging: Path, run_id: str, prefix: str = "") -> None:
+        self.directory, self.staging, self.run_id, self.prefix = directory, staging, run_id, prefix
         self.sizes: dict[str, int] = {}
         self.blocks: dict[str, str] = {}
 
@@ -89,14 +90,25 @@ class RunFiles:
         """Returns the writer of the files of the run that is written in a directory."""
         return cls(place.directory, place.staging, place.run_id)
 
+    def of_head(self) -> "RunFiles":
+        """Returns the writer of the files of the drafter's head, which count among those of this one."""
+        files = RunFiles(self.directory, self.staging, self.run_id, HEAD)
+        files.sizes, files.blocks = self.sizes, self.blocks
+        return files
+
+    def name(self, kind: str, ending: str = "parquet", number: int | None = None) -> str:
+        """Returns the name of a file, such as "rows-<id>.parquet". number: of a part or a shard."""
+        return f"{self.prefix}{kind}-{self.run_id}{'' if number is None else f'-{number:05d}'}.{ending}"
+
     @property
     def checksums(self) -> JsonDict:
         """Sizes of the written files, and checksums of their blocks, as in a manifest."""
-        return {"files": self.sizes, "blocks": self.blocks}
+        return {"files": {**self.sizes}, "blocks": {**self.blocks}}
 
     def clear(self) -> None:
         """Forgets the sizes and checksums of the files written so far."""
-        self.sizes, self.blocks = {}, {}
+        self.sizes.clear()
+        self.blocks.clear()
 
     def write(self, name: str, fill: Callable[[Path], object]) -> str:
         """Calls `fill` on a path of its own, flushes that file to the disk, gives it its name, and returns the name."""
@@ -118,7 +130,7 @@ class RunFiles:
         """Writes manifest.json, which makes these files the run of the directory.
 
         about: the lists `sites`, `heads` and `layers` of its states; `requests`, as from `storage.request_record`, with
-        the committed tokens and the text; `meta`.
+        the committed tokens and the text; `meta`; `head`, the lists and `meta` of the drafter's head if it has one.
         """
         manifest = {
             "format": "cacheprobe trace",
@@ -165,26 +177,27 @@ def save_trace(trace: TraceData, directory: Path, *, run_id: str | None = None, 
     full, after which an earlier run is unchanged.
     """
     with recording(directory, run_id or secrets.token_hex(4), overwrite=overwrite, is_kept=False) as place:
-        place.finish(lambda: write_trace(trace, RunFiles.of(place), [trace.recorded_readings]))
+        readings = [[one.recorded_readings] for one in (trace, trace.head) if one is not None]
+        place.finish(lambda: write_trace(trace, RunFiles.of(place), readings))
     return directory
 
 
 def write_trace(
-    trace: TraceData, files: RunFiles, readings: "Iterable[pd.DataFrame | None]", *, keeps_shards: bool = False
+    trace: TraceData,
+    files: RunFiles,
+    readings: "Sequence[Iterable[pd.DataFrame | None]]",
+    *,
+    keeps_shards: bool = False,
 ) -> None:
-    """Writes the files of a trace, the manifest last.
+    """Writes the files of a trace and of its head, if it has one; the manifest last.
 
-    readings: pieces of the table of lens readings, one of which is in memory at a time; None or no piece for a run
-    without.  keeps_shards: its files of states belong to this very run, and keep their names.
+    readings: of the trace and of its head: pieces of the table of lens readings, one of which is in memory at a time;
+    None or no piece for a run without.  keeps_shards: its files of states belong to this very run, and keep their
+    names.
     """
-    _write_states(trace.store, files, keeps_shards)
-    for name, attribute in TABLES.items():
-        pieces = iter(readings if name == "hypotheses" else [getattr(trace, attribute)])
-        if (first := next(pieces, None)) is not None:
-            files.write_table(f"{name}-{files.run_id}.parquet", chain([first], pieces), name)
-    if trace.thought_states is not None:
-        states = {"states": trace.thought_states.contiguous()}
-        files.write_tensors(f"thoughts-{files.run_id}.safetensors", states)
+    about = _write_data(trace, files, readings[0], keeps_shards)
+    if trace.head is not None:
+        about["head"] = _write_data(trace.head, files.of_head(), readings[1], keeps_shards)
     requests = [
         {
             **request_record(r),
@@ -193,8 +206,22 @@ def write_trace(
         }
         for r in trace.requests
     ]
-    store = {name: list(getattr(trace.store, name)) for name in SITES}
-    files.write_manifest({**store, "requests": requests, "meta": trace.meta})
+    files.write_manifest({**about, "requests": requests})
+
+
+def _write_data(
+    trace: TraceData, files: RunFiles, readings: "Iterable[pd.DataFrame | None]", keeps_shards: bool
+) -> JsonDict:
+    """Writes the states and tables of a trace. Returns what the manifest says of them."""
+    _write_states(trace.store, files, keeps_shards)
+    for name, attribute in TABLES.items():
+        pieces = iter(readings if name == "hypotheses" else [getattr(trace, attribute)])
+        if (first := next(pieces, None)) is not None:
+            files.write_table(files.name(name), chain([first], pieces), name)
+    if trace.thought_states is not None:
+        states = {"states": trace.thought_states.contiguous()}
+        files.write_tensors(files.name("thoughts", "safetensors"), states)
+    return {**{name: list(getattr(trace.store, name)) for name in SITES}, "meta": trace.meta}
 
 
 def _write_states(store: StateStore, files: RunFiles, keeps_shards: bool) -> None:
@@ -203,7 +230,7 @@ def _write_states(store: StateStore, files: RunFiles, keeps_shards: bool) -> Non
     States that were read from the same directory, or `keeps_shards`, are compared with their checksums, and their files
     get new names, or keep them. Those that have their names there already are not compared.
     """
-    names = map(f"states-{files.run_id}-{{:05d}}.safetensors".format, count())
+    names = (files.name("states", "safetensors", number) for number in count())
     is_here = isinstance(store, ShardStore) and store.files.directory.resolve() == files.directory.resolve()
     if isinstance(store, ShardStore) and (is_here or keeps_shards):
         for shard, name in zip(store.shards, store.shards if keeps_shards else names, strict=False):

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import pandas as pd
 import pyarrow as pa
@@ -30,10 +30,19 @@ import pyarrow.compute as pc
 from cacheprobe.core.tokens import visible
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.journal import Journal, read_journal
-from cacheprobe.trace.manifest import JOURNAL, MANIFEST, UNFINISHED, UNREAD, CheckedFiles, TraceError, read_manifest
+from cacheprobe.trace.manifest import (
+    JOURNAL,
+    MANIFEST,
+    UNFINISHED,
+    UNREAD,
+    CheckedFiles,
+    TraceError,
+    of_head,
+    read_manifest,
+)  # fmt: skip
 from cacheprobe.trace.tables.build import feature_table, hypotheses_table, reading_columns, recorded_lines
 from cacheprobe.trace.tables.draft_verdicts import with_verdicts
-from cacheprobe.trace.tables.schema import arrow_schema, typed
+from cacheprobe.trace.tables.schema import TABLES, arrow_schema, typed
 
 UNDECIDED = "abandoned"
 """Role and status of a row whose draft token has no verdict in the journal."""
@@ -52,9 +61,14 @@ class StoredRun:
 
     readings_kind: ClassVar[str] = "hypotheses"
     """First part of the names of the files with lens readings."""
+    head: "Self | None" = None
+    """Reads the tables of the drafter's head, whose rows are those of its passes; None if the run has none."""
 
-    def __init__(self, directory: "str | Path") -> None:
-        manifest = read_manifest(Path(directory))
+    def __init__(self, directory: "str | Path", manifest: JsonDict | None = None) -> None:
+        """Opens a run. manifest: of the directory, or `of_head` of it, if it was read before."""
+        manifest = read_manifest(Path(directory)) if manifest is None else manifest
+        if (its_head := of_head(manifest)) is not None:
+            self.head = type(self)(directory, its_head)
         self._describe(manifest, CheckedFiles(Path(directory), manifest))
         self.files.require_whole()
         self.meta: JsonDict = manifest["meta"]
@@ -67,7 +81,7 @@ class StoredRun:
         self.directory, self.files = files.directory, files
         self.run_id: str = header["run_id"]
         """Id of the run, which its file names hold."""
-        self.version = self.run_id
+        self.version = f"{files.prefix}{self.run_id}"
         """Names what was read: the run's id; of a growing run also its number of parts."""
         self.sites, self.heads = tuple(header["sites"]), tuple(header["heads"])
         self.layers = tuple(header["layers"])
@@ -97,7 +111,7 @@ class StoredRun:
     @property
     def table_files(self) -> dict[str, str]:
         """Names of the Parquet files of whole tables, by table."""
-        return {name.partition("-")[0]: name for name in self.files.sizes if name.endswith(".parquet")}
+        return {kind: names[-1] for kind in TABLES if (names := self.files.names(kind))}
 
     def _table(
         self, kind: str, before: pd.DataFrame | None = None, names: "Sequence[str] | None" = None
@@ -246,7 +260,9 @@ class GrowingRun(StoredRun):
         again."""
         self.journal = journal
         self._describe(journal.header, journal.files)
-        self.version = f"{self.run_id}-{len(journal.parts)}"
+        self.version += f"-{len(journal.parts)}"
+        if (its_head := journal.head) is not None:
+            self.head = type(self)(its_head, before and before.head)
         self.meta = _meta(journal)
         tokens, texts = journal.tokens, journal.texts
         self.requests = [
@@ -268,6 +284,7 @@ class GrowingRun(StoredRun):
         if path.exists() and path.stat().st_size == self.journal.num_bytes:
             return self
         journal = read_journal(self.directory)
+        journal = journal.head if journal is not None and self.files.prefix else journal
         if journal is None or journal.run_id != self.run_id or journal.num_bytes < self.journal.num_bytes:
             return None
         return self if journal == self.journal else GrowingRun(journal, self)

@@ -277,7 +277,7 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
 
 def trace_of(run: StoredRun, model: CachedLM | None) -> Trace:
     """Returns the Trace of a run on the disk, finished or not. Reads the tables now; states and lens readings are read
-    at their first use. Raises: TraceError for a damaged file."""
+    at their first use. Its `head` has no model. Raises: TraceError for a damaged file."""
     names = run.files.names("thoughts", "safetensors")
     thoughts = [read_tensors(run.files, name, ["states"])["states"] for name in names]
     return Trace(
@@ -296,4 +296,5 @@ def trace_of(run: StoredRun, model: CachedLM | None) -> Trace:
         feature_table=run.feature_table,
         stored_readings=run.all_readings,
         table_files=run.table_files,
+        head=None if run.head is None else trace_of(run.head, None),
     )

@@ -112,7 +112,7 @@ def _record(imported: Imported, source: "ImportSource", disk: DiskWriter) -> Non
     Twin: `trace_of_part` of the import as one part, ==: the tables have the same lines, and the states the same bits.
     """
     sites = {"sites": ["S"], "heads": [], "layers": imported.layers}
-    disk.begin_new(source, imported.requests, imported.meta, sites)
+    disk.begin_new([source], imported.requests, imported.meta, sites)
     for part, ended in imported.pieces(disk.part_bytes):
         source.part = part
         for record in part.steps:

@@ -15,11 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 
-import pandas as pd
-import pyarrow as pa
-import torch
-from torch import Tensor
-
 from cacheprobe.core.records import Finished, Observer, Request, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.kvcache.sequence import SequenceState
@@ -27,15 +22,12 @@ from cacheprobe.trace.journal import Journal, append_part, begin_journal, cut_jo
 from cacheprobe.trace.places import Recording, free_beside, recording, saying_why
 from cacheprobe.trace.recording.assemble import meta_after
 from cacheprobe.trace.recording.background import Background
-from cacheprobe.trace.recording.lens_reader import Queued
+from cacheprobe.trace.recording.part_files import PartFiles, by_text
 from cacheprobe.trace.recording.recorder import Recorder, Source
 from cacheprobe.trace.recording.restore import restore_recorder
 from cacheprobe.trace.recording.stored_states import read_now
-from cacheprobe.trace.state_store import tensor_key
-from cacheprobe.trace.storage import RunFiles, request_record, write_trace
+from cacheprobe.trace.storage import SITES, RunFiles, request_record, write_trace
 from cacheprobe.trace.stored import GrowingRun
-from cacheprobe.trace.tables import build as tables
-from cacheprobe.trace.tables.thoughts import first_logits, thought_lines, thought_states
 from cacheprobe.trace.trace import Trace, load_trace, trace_of
 
 PART_BYTES = 2**26
@@ -79,87 +71,97 @@ class DiskWriter(Observer):
         """Used by the background's jobs alone."""
         self._is_due = self._is_late = False
         """Whether there are files that the journal does not name yet, and whether the recorder was full again since."""
-        self._labelled: list[list[object]] = []
         self._committed: dict[int, list[int]] = {}
         self._finished: dict[int, Finished] = {}
-        self._new_tokens: set[int] = set()
         self._began = self._last = time.monotonic()
 
     # -- from the first pass to the manifest
 
     def begin(
-        self, recorder: Recorder, requests: Sequence[Request], states: Sequence[SequenceState], meta: JsonDict
+        self,
+        requests: Sequence[Request],
+        states: Sequence[SequenceState],
+        recorded: Sequence[tuple[Recorder, JsonDict]],
     ) -> None:
         """Begins to write a run, or to go on where its journal ends.
 
-        meta: metadata of the run that is known before its first pass.  states: of all requests, restored if it goes on.
+        states: of all requests, restored if it goes on.  recorded: the run's recorder, and the metadata that is known
+        before the first pass; then those of the drafter's head, if it has one.
         """
-        journal = self._journal
+        journal, (recorder, meta) = self._journal, recorded[0]
         if journal is None:
-            sites, heads = list(recorder.config.state_sites), list(recorder.config.heads)
-            layers = sorted(recorder.layers) if sites or heads else []
-            self.begin_new(recorder, requests, meta, {"sites": sites, "heads": heads, "layers": layers})
+            of_heads = [{**_sites(one), "meta": its_meta} for one, its_meta in recorded[1:]]
+            about = {**_sites(recorder), **({"head": of_heads[0]} if of_heads else {})}
+            self.begin_new([one for one, _ in recorded], requests, meta, about)
             return
+        journals = [one for one in (journal, journal.head) if one is not None]
         with saying_why(self.place.directory):
             cut_journal(journal)
-            named = {*journal.files.sizes, journal.waiting["name"] if journal.waiting else ""}
+            named = {*journal.files.sizes, *(one.waiting["name"] for one in journals if one.waiting)}
             for path in journal.directory.glob(f"*-{journal.run_id}-*"):
                 if path.name not in named:  # a kill came before the journal's line was written
                     path.unlink()
-        restore_recorder(recorder, states, journal)
-        self._go_on(recorder, requests, journal)
+        for (one, _), its_journal in zip(recorded, journals, strict=True):
+            restore_recorder(one, states, its_journal)
+        self._go_on([one for one, _ in recorded], requests, journal)
 
     def begin_new(
-        self, source: Source, requests: Sequence[Request], meta: JsonDict, sites: Mapping[str, Sequence[object]]
+        self, sources: Sequence[Source], requests: Sequence[Request], meta: JsonDict, about: JsonDict
     ) -> None:
         """Begins the journal of a run or of an import.
 
-        meta: metadata that is known before the first pass.  sites: the lists `sites`, `heads` and `layers`.
+        sources: the recorder, and that of the drafter's head, if there is one.  meta: metadata that is known before the
+        first pass.  about: the lists `sites`, `heads` and `layers`; "head" has those and the metadata of the head.
         """
         directory = self.place.directory
         records = [request_record(request) for request in requests]
         started = [request.request_id for request in requests if request.cached is not None]
         content = {"run_id": self.place.run_id, "requests": records, "meta": meta, "from_snapshots": started}
         with saying_why(directory):
-            begin_journal(directory, {**content, **sites})
-        self._go_on(source, requests, _journal_in(directory))
+            begin_journal(directory, {**content, **about})
+        self._go_on(sources, requests, _journal_in(directory))
 
-    def _go_on(self, source: Source, requests: Sequence[Request], journal: Journal) -> None:
+    def _go_on(self, sources: Sequence[Source], requests: Sequence[Request], journal: Journal) -> None:
         """Takes what the journal has so far."""
-        self.recorder, self.requests = source, requests
+        self.recorder, self.requests = sources[0], requests
         self._number = journal.next_number
         self._tokens, self._texts = journal.tokens, journal.texts
-        self._num_masses = len(source.answer_mass)
-        self._seen_tokens = set(journal.token_texts)
-        self._has_states = bool(journal.files.names("states", "safetensors"))
+        own = (self._files, self._files.of_head()), (journal, journal.head)
+        self._parts = [
+            PartFiles(source, files, its_journal, self._in_background)
+            for source, files, its_journal in zip(sources, *own, strict=False)
+            if its_journal is not None
+        ]
         self.step = journal.last_step
         """Number of the newest step, which the next line of the journal names."""
-        self._waiting = journal.waiting["name"] if journal.waiting else None
-        """Name of the file of waiting rows that the newest line of the journal names; None without one."""
 
-    def trace(self, states: Sequence[SequenceState], before: JsonDict, meta: JsonDict) -> Trace:
+    def trace(self, states: Sequence[SequenceState], recorded: Sequence[tuple[JsonDict, JsonDict]]) -> Trace:
         """Finishes a run, and returns its Trace, whose states are read at their first use.
 
-        before: from `meta_before`.  meta: the run's "errors" and "missing".
+        recorded: what `meta_before` gives, and the "errors" and "missing": of the run; then of the drafter's head, if
+        it has one.
         Twin: `assemble.assemble`, ==: the tables have the same lines, and the states the same bits.
         """
-        recorder = self.recorder
-        assert isinstance(recorder, Recorder)
-        if recorder.reader is not None:
-            recorder.reader.require_ended()
+        recorders = [part.source for part in self._parts if isinstance(part.source, Recorder)]
+        for recorder in recorders:
+            if recorder.reader is not None:
+                recorder.reader.require_ended()
         self.end_round(states, is_last=True)
         self.wait()
         journal = _journal_in(self.place.directory)
-        has_readings = bool(journal.files.names("readings"))
-        after = meta_after(recorder, self.requests, journal.texts, has_readings, meta)
-        thinking = before["thinking"] if journal.files.names("thoughts") else None
-        trace = load_trace(self.finish({**before, "thinking": thinking, **after}), recorder.model)
+        metas = []
+        for recorder, one, (before, meta) in zip(recorders, (journal, journal.head), recorded, strict=False):
+            assert one is not None
+            after = meta_after(recorder, self.requests, one.texts, bool(one.files.names("readings")), meta)
+            thinking = before["thinking"] if one.files.names("thoughts") else None
+            metas.append({**before, "thinking": thinking, **after})
+        trace = load_trace(self.finish(*metas), recorders[0].model)
         trace.reading_later = read_now if trace.is_unread else None
         return trace
 
-    def finish(self, meta: JsonDict) -> Path:
+    def finish(self, meta: JsonDict, of_head: JsonDict | None = None) -> Path:
         """Writes one table of each kind, and the manifest; returns the directory of the run. Call it after `wait`.
-        meta: of the whole run.
+        meta: of the whole run.  of_head: of the drafter's head.
 
         If Ctrl-C stopped a run that was to replace a finished one, the finished run stays, and the stopped one gets a
         directory beside it; see `places.free_beside`.
@@ -167,10 +169,12 @@ class DiskWriter(Observer):
         run, place = GrowingRun(_journal_in(self.place.directory)), self.place
         trace = trace_of(run, None)
         trace.meta = meta
+        if trace.head is not None and of_head is not None:
+            trace.head.meta = of_head
 
         def finish_in(where: Recording) -> None:
             """Writes the whole run, and deletes what it does not need."""
-            pieces = run.reading_pieces()
+            pieces = [one.reading_pieces() for one in (run, run.head) if one is not None]
             where.finish(lambda: write_trace(trace, RunFiles.of(where), pieces, keeps_shards=True))
 
         if self._stop is not None and self._stop.is_set() and place.replaces_a_run:
@@ -197,7 +201,7 @@ class DiskWriter(Observer):
     def on_step(self, record: StepRecord) -> None:
         """Writes the files of a part if the recorder holds as much as it may."""
         self.step = record.step
-        if self.recorder.num_bytes >= self.part_bytes:
+        if sum(part.source.num_bytes for part in self._parts) >= self.part_bytes:
             self._is_late = self._is_due
             self._write()
             self._is_due = True
@@ -214,15 +218,13 @@ class DiskWriter(Observer):
         if not is_last and not (is_due and (self._is_late or self._background.is_idle)):
             return
         self._write()
-        earlier, part = self._waiting, self._part({str(s.request_id): s.error for s in states if s.error})
-        waiting = self._take_waiting()
-        name = self._waiting
-        self._in_background(lambda: self._append(part, name, waiting, earlier))
+        line = self._line({str(s.request_id): s.error for s in states if s.error})
+        earlier = [part.waiting for part in self._parts]
+        jobs = [part.end_part(self._number) for part in self._parts]
+        self._in_background(lambda: self._append(line, jobs, earlier))
         self._last = time.monotonic()
-        self._labelled, self._committed, self._finished = [], {}, {}
+        self._committed, self._finished = {}, {}
         self._is_due = self._is_late = False
-        self._seen_tokens |= self._new_tokens
-        self._new_tokens = set()
 
     def wait(self) -> None:
         """Waits until the files and the journal are on the disk. Raises: TraceError for an error of the file system,
@@ -242,29 +244,10 @@ class DiskWriter(Observer):
         self._background.add(run)
 
     def _write(self) -> None:
-        """Takes what the recorder holds, and lets it be written as files that the journal does not name yet."""
+        """Takes what the recorders hold, and lets it be written as files that the journal does not name yet."""
         self.wait()
-        part, texts_of = self.recorder.take(), self.recorder.texts.token_texts
-        self._labelled += [[row.row, row.role, row.status, row.state_index] for row in part.labelled]
-        written: dict[str, pd.DataFrame | pa.Table] = {**tables.part_tables(part, self._committed, texts_of)}
-        self._new_tokens |= {*written.pop("tokens")["token_id"].tolist()} - self._seen_tokens
-        if part.features is not None:
-            written["features"] = part.features
-        if part.columns:
-            written["readings"] = tables.readings_table(part.columns)
-        for kind, table in written.items():
-            if len(table):
-                self._write_table(kind, table, kind)
-        if part.thoughts:
-            assert self.recorder.model is not None
-            lines = thought_lines(part.thoughts, self.requests, self.recorder.model)
-            self._write_table("thoughts", lines, "thoughts of a part")
-            logits = first_logits(part.thoughts)
-            self._write_tensors("thoughts", {"states": thought_states(part.thoughts), "first_logits": logits})
-        has_rows = any(len(states) for states in part.states.values())
-        if has_rows or (part.states and not self._has_states):  # a run that keeps no row has a file of states too
-            self._write_tensors("states", {tensor_key(*at): one.contiguous() for at, one in part.states.items()})
-            self._has_states = True
+        for part in self._parts:
+            part.write(self._number, self._committed, self.requests)
         self._number += 1
 
     @property
@@ -273,34 +256,18 @@ class DiskWriter(Observer):
         command = f"`cacheprobe resume {self.place.directory}`"
         return f"its whole parts stay; when the fault is gone, {command} continues it, unless it is an import"
 
-    def _write_table(self, kind: str, table: "pd.DataFrame | pa.Table", schema: str) -> None:
-        name = f"{kind}-{self.place.run_id}-{self._number:05d}.parquet"
-        self._in_background(lambda: self._files.write_table(name, [table], schema))
-
-    def _write_tensors(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        name = f"{kind}-{self.place.run_id}-{self._number:05d}.safetensors"
-        self._in_background(lambda: self._files.write_tensors(name, tensors))
-
-    def _part(self, errors: Mapping[str, str]) -> JsonDict:
-        """Returns the line of the journal for what was taken since the last one, without the checksums of its files and
-        without waiting rows."""
-        recorder, reader, new = self.recorder, self.recorder.reader, sorted(self._new_tokens)
-        masses = dict(list(recorder.answer_mass.items())[self._num_masses :])
-        self._num_masses = len(recorder.answer_mass)
+    def _line(self, errors: Mapping[str, str]) -> JsonDict:
+        """Returns the line of the journal for what was done since the last one, without what it says of the recorders
+        and of their files."""
         texts = {number: self._new_text(number) for number in self._committed}
         return {
             "step": self.step,
             "seconds": time.monotonic() - self._last,  # since the part before, or since this process began to record
-            **recorder.so_far(),
             "next_number": self._number,
-            "labelled": self._labelled,
-            "committed": _by_text(self._committed),
-            "texts": _by_text(texts),
-            "token_texts": list(zip(new, recorder.texts.token_texts(new), strict=True)),
-            "finish": _by_text({number: finished.reason for number, finished in self._finished.items()}),
+            "committed": by_text(self._committed),
+            "texts": by_text(texts),
+            "finish": by_text({number: finished.reason for number, finished in self._finished.items()}),
             "errors": dict(errors),
-            "answer_mass": _by_text(masses),
-            "lens_errors": {} if reader is None else _by_text(reader.errors),
         }
 
     def _new_text(self, request_id: int) -> tuple[int, str]:
@@ -314,45 +281,32 @@ class DiskWriter(Observer):
         num_kept = next((i for i, (before, after) in enumerate(pairs) if before != after), shorter)
         return num_kept, now[num_kept:]
 
-    def _take_waiting(self) -> dict[str, Tensor]:
-        """Returns the rows that wait for their next token, as tensors of a file, which it names; {} without rows."""
-        waiting: Sequence[Queued] = [] if self.recorder.reader is None else self.recorder.reader.waiting
-        self._waiting = f"waiting-{self.place.run_id}-{self._number:05d}.safetensors" if waiting else None
-        if not waiting:
-            return {}
-        return {
-            "places": torch.tensor([[q.row, q.position, q.request_id, q.step, len(q.layers)] for q in waiting]),
-            "states": torch.cat([q.states for q in waiting]).cpu(),
-            "layers": torch.cat([q.layers for q in waiting]).cpu(),
-        }
-
-    def _append(self, part: JsonDict, name: str | None, waiting: Mapping[str, Tensor], earlier: str | None) -> None:
+    def _append(self, line: JsonDict, jobs: Sequence[Callable[[], JsonDict]], earlier: Sequence[str | None]) -> None:
         """Appends a part to the journal, with the checksums of its files, which are on the disk.
 
-        name: of the file of `waiting` rows, which is written first.  earlier: of that of the part before, which is
-        deleted; None if there is none.
+        jobs: of `PartFiles.end_part`, whose entries the line gets.  earlier: names of the files of waiting rows of the
+        part before, which are deleted.
         """
-        directory, line = self.place.directory, {**part, **self._files.checksums, "waiting": None}
-        if name is not None:
-            files = RunFiles.of(self.place)
-            files.write_tensors(name, waiting)
-            line["waiting"] = {"name": name, **files.checksums}
-        append_part(directory, line)
+        directory, (own, *of_head) = self.place.directory, [job() for job in jobs]
+        head = {"head": of_head[0]} if of_head else {}
+        append_part(directory, {**line, **own, **head, **self._files.checksums})
         self._files.clear()
-        if earlier is not None:
-            (directory / earlier).unlink(missing_ok=True)
+        for name in earlier:
+            if name is not None:
+                (directory / name).unlink(missing_ok=True)
         _return_freed_memory()
+
+
+def _sites(recorder: Recorder) -> JsonDict:
+    """Returns the lists of the recorder's sites of states, heads and layers."""
+    sites, heads = list(recorder.config.state_sites), list(recorder.config.heads)
+    return dict(zip(SITES, (sites, heads, sorted(recorder.layers) if sites or heads else []), strict=True))
 
 
 def _return_freed_memory() -> None:
     """Gives freed memory back to the system. glibc keeps it otherwise, and a process grows by each part's tensors."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
-
-
-def _by_text(values: Mapping[int, object]) -> JsonDict:
-    """Returns the dict with request ids as texts, as JSON has them."""
-    return {str(request_id): value for request_id, value in values.items()}
 
 
 def _journal_in(directory: Path) -> Journal:

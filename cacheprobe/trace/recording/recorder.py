@@ -267,7 +267,7 @@ class Recorder(Observer, Source):
             found.append((self.lens_check, errors))
         checks.add_errors(found, record.step)
 
-    def _confirm(self) -> None:
+    def confirm(self) -> None:
         """Moves what was recorded since the last confirmation into the run's lists: rows, states, features, readings,
         thoughts. `on_failure` can no longer discard it."""
         confirmed, self._unconfirmed = self._unconfirmed, Unconfirmed()
@@ -364,7 +364,7 @@ class Recorder(Observer, Source):
         Must come after `on_rollback` of the same verdict, since it labels every row that has no status yet.
         Also confirms the rows so far, and gives the lens reader the committed tokens as targets.
         """
-        self._confirm()
+        self.confirm()
         self.committed_roles(request_id, start, roles)
         for row in self._undecided[request_id]:
             if not row.role:
@@ -388,7 +388,7 @@ class Recorder(Observer, Source):
 
     def on_step(self, record: StepRecord) -> None:
         """Confirms the step's rows (`on_failure` no longer discards them), and appends its record to `steps`."""
-        self._confirm()
+        self.confirm()
         self.steps.append(record)
 
     def on_finish(self, finished: Finished) -> None:

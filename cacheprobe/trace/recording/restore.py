@@ -57,9 +57,9 @@ def restore_recorder(recorder: Recorder, states: Sequence[SequenceState], journa
         setattr(recorder, name, replace(check, **stored.get(check.name, {})))
     _restore_shapes(recorder, run)
     _restore_readings(recorder, journal)
-    in_use = rows_in_use(run.ledger).groupby("request_id").rows.last().to_dict()
+    in_use = rows_in_use(run.ledger).groupby("request_id").rows.last().to_dict()  # a head has no ledger
     for state in states:
-        if state.status is Status.PREEMPTED and in_use[state.request_id]:  # else it was preempted before the kill
+        if state.status is Status.PREEMPTED and in_use.get(state.request_id):  # else it was preempted before the kill
             recorder.on_ledger(state.request_id, step, 0, in_use[state.request_id], "free")
             recorder.on_preempt(state.request_id, step)
 
