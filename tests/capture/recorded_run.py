@@ -2,7 +2,7 @@
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -11,16 +11,23 @@ from typing import Any
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.trace.recording import disk_writer
 from tests.dashboard.growing_run import wait_for_the_disk
 from tests.dictionaries.planted import random_dictionary
+from tests.heads import TinyHeadDrafter
 from tests.planted_drafts import planted
 from tests.tiny import PROMPTS, SMALL, loaded
 
 LONG: dict[str, Any] = {**SMALL, "max_new_tokens": 12, "capacity": 128, "deterministic": [0, 1, 3], "seed": 5}
 LONG["sampling"] = cp.SamplingParams(temperature=1.0)
-DRAFTERS = {"none": lambda: None, "n-gram": cp.drafters.NGram, "early exit": lambda: cp.drafters.EarlyExit(layer=1)}
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "none": lambda: None,
+    "n-gram": cp.drafters.NGram,
+    "early exit": lambda: cp.drafters.EarlyExit(layer=1),
+    "head": TinyHeadDrafter,
+}
 
 
 def recorded(directory: Path, drafter: str, dictionary: "Dictionary | None" = None) -> cp.Trace:

@@ -14,6 +14,7 @@ from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.recording.observers import ProgressBar
 from tests.capture.recorded_run import LONG, Stopped, failing_after
 from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)
+from tests.heads import TinyHeadDrafter
 from tests.tiny import PROMPTS, SMALL, loaded
 
 SETTINGS: dict[str, Any] = {**LONG, "max_new_tokens": 12, "deterministic": True}
@@ -59,8 +60,9 @@ def test_a_killed_one_is_continued_and_then_replaces_it(old: tuple[Path, dict[st
     assert len(cp.load_trace(directory).requests) == 5 and not (directory / "report.html").exists()
 
 
+@pytest.mark.parametrize("drafter", [None, TinyHeadDrafter()], ids=str)
 def test_one_that_ctrl_c_stopped_is_beside_it(
-    old: tuple[Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+    drafter: TinyHeadDrafter | None, old: tuple[Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, files = old
     committed, seen = ProgressBar.on_commit, iter(range(10**6))
@@ -73,7 +75,7 @@ def test_one_that_ctrl_c_stopped_is_beside_it(
     with monkeypatch.context() as patched:
         patched.setattr(ProgressBar, "on_commit", press)
         with pytest.raises(cp.Interrupted) as caught:
-            cp.run(loaded(), PROMPTS, **SETTINGS, out=directory, overwrite=True)
+            cp.run(loaded(), PROMPTS, **SETTINGS, drafter=drafter, out=directory, overwrite=True)
     require_old(directory, files)
     assert {path.name for path in directory.iterdir()} == {*files}
     beside = directory.with_name("run-stopped")

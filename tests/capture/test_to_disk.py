@@ -1,6 +1,7 @@
 """Runs that are recorded to disk: equal to runs in memory, readable while they grow, and continued after a kill."""
 
 import errno
+import itertools
 import json
 import random
 import signal
@@ -20,6 +21,7 @@ from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.recording import disk_writer
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.dashboard.growing_run import part_each_round
+from tests.heads import TinyHeadDrafter
 from tests.tiny import PROMPTS, SMALL, loaded
 
 TABLES = ("row_table", "hypothesis_table", "event_table", "ledger_table", "token_table")
@@ -44,6 +46,9 @@ def require_equal(a: cp.Trace, b: cp.Trace) -> None:
         for layer in a.store.layers:
             assert bitwise(a.store.all_of(site, layer), b.store.all_of(site, layer))
     assert json.loads(json.dumps(a.meta)) == json.loads(json.dumps(b.meta))
+    assert (a.head is None) == (b.head is None)
+    if isinstance(a.head, cp.Trace) and isinstance(b.head, cp.Trace):
+        require_equal(a.head, b.head)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,8 @@ def require_equal(a: cp.Trace, b: cp.Trace) -> None:
         dict(capture=cp.CaptureConfig("S", positions=[3], dtype="float32"), max_kv_tokens=70),
         dict(capture=None),
         dict(lens="later"),
+        dict(drafter=TinyHeadDrafter(), max_kv_tokens=70),
+        dict(drafter=TinyHeadDrafter(), capture=cp.CaptureConfig("SZ", heads=("q", "pattern"), statuses=["committed"])),
     ],
     ids=str,
 )
@@ -107,6 +114,29 @@ def test_a_stream_is_recorded_and_read_while_it_grows(tmp_path: Path) -> None:
     require_equal(stream.trace(), whole)
 
 
+def require_continued_head(again: cp.Trace, whole: cp.Trace) -> None:
+    """Compares what is recorded of a drafter's head. Its passes have another shape if the run was interrupted, so that
+    its states and readings are the same up to rounding."""
+    for i in range(5):
+        ours, theirs = (t.rows(i, "committed") for t in (again, whole))
+        assert ours.position.tolist() == list(range(1, len(ours) + 1)) and len(ours) >= len(PROMPTS[i]) + 12 - 6
+        if i not in LONG["deterministic"]:
+            continue
+        both = range(min(len(ours), len(theirs)))
+        assert ours.token_id.tolist()[: len(both)] == theirs.token_id.tolist()[: len(both)]
+        for site, layer in itertools.product("STC", range(3)):
+            pair = (t.vectors(site, layer, rows.iloc[both]) for t, rows in ((again, ours), (whole, theirs)))
+            torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-3)
+        ours, theirs = (
+            t.hypotheses().query(f"request_id == {i} and status == 'committed' and position <= {len(both)}")
+            for t in (again, whole)
+        )
+        ours, theirs = (t.sort_values(["position", "layer"], ignore_index=True) for t in (ours, theirs))
+        assert len(ours) and ours.committed_token_id.equals(theirs.committed_token_id)
+        np.testing.assert_allclose(ours.committed_logprob_nats, theirs.committed_logprob_nats, atol=1e-3)
+    assert not again.row_table.status.eq("").any() and again.row_table.row.is_unique
+
+
 def require_continued(directory: Path, drafter: str, whole: cp.Trace, is_verified: bool) -> None:
     """Continues the run and compares it with one that was not interrupted, and with the slow reference if
     `is_verified`."""
@@ -136,6 +166,9 @@ def require_continued(directory: Path, drafter: str, whole: cp.Trace, is_verifie
                     np.stack(theirs[name].to_numpy()) if name == "top_token_ids" else theirs[name].to_numpy(),
                 )
     assert not again.row_table.status.eq("").any() and set(again.meta["finish"].values()) == {"length"}
+    assert (again.head is None) == (whole.head is None)
+    if isinstance(again.head, cp.Trace) and isinstance(whole.head, cp.Trace):
+        require_continued_head(again.head, whole.head)
     events = again.events()
     assert sum(len(ids) for ids in events.committed_token_ids) == sum(len(again.committed(i)) for i in range(5))
     assert not is_verified or cp.verify(again, loaded(), progress=False).is_equal
