@@ -1,6 +1,6 @@
 """Makes the plan and the requests of a run that was recorded to disk and not finished, from its journal."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from cacheprobe.lenses.base import Lens
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.paths import PATHS
+from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.importers.common import KIND as IMPORT
 from cacheprobe.trace.journal import Journal, read_journal
 from cacheprobe.trace.manifest import MANIFEST, TraceError
@@ -108,17 +109,7 @@ def prepare_again(
     run = prepare(plan, draft_costs=None if costs is None else DraftCosts.from_record(costs))
     require_same(meta["fingerprint"], run.plan.fingerprint(), "the unfinished run and its continuation")
     restore_states(run.states, journal)
-    if run.editor is not None:
-        run.editor.written = _written(journal)
-    if run.head is not None and journal.head is not None:
-        own = {**run.plan.fingerprint(), **run.head.fingerprint()}
-        require_same(
-            journal.head.header["meta"]["fingerprint"], own, "the drafter's head and that of the unfinished run"
-        )
-        rows = GrowingRun(journal.head).rows
-        positions = rows[rows.status == "committed"].groupby("request_id").position.max()
-        run = replace(run, head_positions=positions.to_dict())
-    return run
+    return _with_earlier_rows(run, journal)
 
 
 def _titled(dictionary: JsonDict | None) -> str:
@@ -126,12 +117,31 @@ def _titled(dictionary: JsonDict | None) -> str:
     return "no dictionary" if not dictionary else f"a dictionary at {dictionary['hook']} ({dictionary['sha256']:.12})"
 
 
-def _written(journal: Journal) -> list[set[int]]:
-    """Returns, for each intervention of the run of a journal, the positions that it changed when they were last
-    computed."""
-    trace = trace_of(GrowingRun(journal), None)
+def _with_earlier_rows(run: PreparedRun, journal: Journal) -> PreparedRun:
+    """Returns the run, whose editors know what they changed in the rows of the journal, and whose head goes on after
+    its rows there. Raises: FingerprintMismatch for another head."""
+    if run.editor is None and run.head is None:
+        return run
+    trace, first = trace_of(GrowingRun(journal), None), run.plan.model.n_layers
+    edits = trace.meta.get("interventions", ())
+    if run.editor is not None:
+        run.editor.written = _written(trace, [one for one in edits if one["layer"] < first])
+    if run.head is None or trace.head is None:
+        return run
+    own = {**run.plan.fingerprint(), **run.head.fingerprint()}
+    require_same(trace.head.fingerprint, own, "the unfinished run's draft head and that of its continuation")
+    if run.head_editor is not None:
+        of_head = [{**one, "layer": one["layer"] - first} for one in edits if one["layer"] >= first]
+        run.head_editor.written = _written(trace.head, of_head)
+    rows = trace.head.row_table
+    newest = rows[rows.status == "committed"].groupby("request_id").position.max()
+    return replace(run, head_positions=newest.to_dict())
+
+
+def _written(trace: TraceData, edits: Sequence[JsonDict]) -> list[set[int]]:
+    """Returns, for each intervention, the positions that it changed when they were last computed."""
     found = []
-    for edit in trace.meta["interventions"]:
+    for edit in edits:
         newest = trace.rows(edit["request_id"]).drop_duplicates("position", keep="last")
         found.append({*newest.position[newest.row.isin(changed_rows(trace, edit).row)]})
     return found

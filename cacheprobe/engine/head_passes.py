@@ -38,10 +38,11 @@ class HeadPasses(Observer):
         """Records the pass that runs inside the `with`. step: number of the draft's step.  shape: (batch, token
         slots)."""
         newest = {**self.newest, **self._unconfirmed}
-        new = tuple(row for row in rows if not row.is_canonical or row.position > newest.get(row.request_id, 0))
+        is_again = [row.is_canonical and row.position <= newest.get(row.request_id, 0) for row in rows]
+        new = tuple(row for row, was in zip(rows, is_again, strict=True) if not was)
         if self._editor is not None:
-            slots = [TokenSlot(r.request_id, r.batch_index, r.slot, r.position, HEAD_PHASE, r.token_id) for r in new]
-            self._editor.aim(step, slots, False)
+            given = [(r.request_id, r.batch_index, r.slot, r.position, HEAD_PHASE, r.token_id) for r in rows]
+            self._editor.aim(step, [TokenSlot(*one, was) for one, was in zip(given, is_again, strict=True)])
         if new:
             self.recorder.before_forward(step, HEAD_PHASE, new, shape)
         try:
@@ -50,7 +51,7 @@ class HeadPasses(Observer):
             if self._editor is not None:
                 self._editor.rest()
         if new:
-            rewritten = {} if self._editor is None else self._editor.rewritten
+            rewritten = {} if self._editor is None else _without(self._editor.rewritten, is_again)
             self.recorder.after_forward(ForwardRecord(step, HEAD_PHASE, new, rewritten=rewritten))
         self._unconfirmed |= {row.request_id: row.position for row in new if row.is_canonical}
 
@@ -93,3 +94,9 @@ class HeadPasses(Observer):
     def on_finish(self, finished: Finished) -> None:
         """Passes on how a request ended."""
         self.recorder.on_finish(finished)
+
+
+def _without(rewritten: Mapping[int, frozenset[int]], is_left_out: Sequence[bool]) -> dict[int, frozenset[int]]:
+    """Returns `Editor.rewritten`, whose numbers count the rows of a pass, for a list without some of them."""
+    kept = [number for number, is_out in enumerate(is_left_out) if not is_out]
+    return {layer: frozenset(i for i, n in enumerate(kept) if n in found) for layer, found in rewritten.items()}

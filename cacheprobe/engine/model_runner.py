@@ -66,7 +66,7 @@ class ModelRunner:
             with self.out_of_memory_named(a_pass):
                 self.observer.before_forward(a_pass.step, a_pass.phase, slots, a_pass.shape)
         if self.editor is not None:
-            self.editor.aim(a_pass.step, a_pass.token_slots(), a_pass.is_rebuild)
+            self.editor.aim(a_pass.step, a_pass.token_slots())
         try:
             try:
                 reading = nullcontext() if self.targets is None else self.targets.reading(a_pass)

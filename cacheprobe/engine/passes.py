@@ -145,9 +145,11 @@ class Pass:
     def token_slots(self) -> list[TokenSlot]:
         """Returns a TokenSlot for each real token, in the order of `row_slots`, for the editor of interventions."""
         return [
-            TokenSlot(e.state.request_id, b, t, e.start + t, token_phase(e.state, e.start + t, self.phase), token_id)
-            for b, e in zip(self.batch_index, self.entries, strict=True)
-            for t, token_id in enumerate(e.token_ids)
+            TokenSlot(
+                entry.state.request_id, b, t, at, token_phase(entry.state, at, self.phase), token, self.is_rebuild
+            )
+            for b, entry in zip(self.batch_index, self.entries, strict=True)
+            for t, (at, token) in enumerate(enumerate(entry.token_ids, entry.start))
         ]
 
 

@@ -179,8 +179,8 @@ MUTATIONS = [
         ("preemptions forget nothing",),
         f"{MADE}.editor:Editor._acts",
         lambda real: (
-            lambda self, number, one, slot, is_hidden: (
-                not (is_hidden and one.steps is not None) and real(self, number, one, slot, is_hidden)
+            lambda self, number, one, slot: (
+                not (slot.is_again and one.steps is not None) and real(self, number, one, slot)
             )
         ),
     ),

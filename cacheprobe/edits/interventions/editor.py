@@ -33,6 +33,8 @@ class TokenSlot(NamedTuple):
     phase: str
     """Phase of the token, not of the pass: prefill for a prompt token, else see `token_phase`."""
     token_id: int
+    is_again: bool = False
+    """The row was recorded before, and is computed again for its keys and values alone, as after a preemption."""
 
 
 class _Hit(NamedTuple):
@@ -104,18 +106,15 @@ class Editor:
         """The (site, layer) pairs of the hooks that the interventions need, sorted."""
         return sorted({one.place for one in self.interventions})
 
-    def aim(self, step: int, slots: Sequence[TokenSlot], is_hidden: bool) -> None:
-        """Finds where the interventions act in the coming pass. Must be called before every pass of the engine.
-
-        slots: the tokens of the pass.  is_hidden: the pass rebuilds a preempted request.
-        """
+    def aim(self, step: int, slots: Sequence[TokenSlot]) -> None:
+        """Finds where the interventions act in the coming pass. Must be called before every pass of the engine. slots:
+        the tokens of the pass."""
         self._step, self._aimed = step, {}
         rewritten: dict[int, set[int]] = {}
         for number, one in enumerate(self.interventions):
-            chosen = [i for i, slot in enumerate(slots) if self._acts(number, one, slot, is_hidden)]
-            if not is_hidden:
-                mine = {slot.position for slot in slots if slot.request_id == one.request_id}
-                self.written[number] = (self.written[number] - mine) | {slots[i].position for i in chosen}
+            chosen = [i for i, slot in enumerate(slots) if self._acts(number, one, slot)]
+            new = {slot.position for slot in slots if slot.request_id == one.request_id and not slot.is_again}
+            self.written[number] = (self.written[number] - new) | (new & {slots[i].position for i in chosen})
             if not chosen:
                 continue
             b, t = (torch.tensor([slots[i][k] for i in chosen]) for k in (1, 2))
@@ -126,7 +125,7 @@ class Editor:
                 rewritten.setdefault(one.layer, set()).update(chosen)
         self.rewritten = {layer: frozenset(numbers) for layer, numbers in rewritten.items()}
 
-    def _acts(self, number: int, one: Intervention, slot: TokenSlot, is_hidden: bool) -> bool:
+    def _acts(self, number: int, one: Intervention, slot: TokenSlot) -> bool:
         """Returns True if intervention `one`, with index `number`, changes the token of this slot in this pass."""
         if slot.request_id != one.request_id or (one.positions is not None and slot.position not in one.positions):
             return False
@@ -136,7 +135,7 @@ class Editor:
             return False
         if one.steps is None:
             return True
-        return slot.position in self.written[number] if is_hidden else self._step in one.steps
+        return slot.position in self.written[number] if slot.is_again else self._step in one.steps
 
     def rest(self) -> None:
         """Ends the current pass: until the next `aim`, `edit` changes no state."""
