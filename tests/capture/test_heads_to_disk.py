@@ -125,3 +125,23 @@ def test_an_unfinished_head_is_replaced(tmp_path: Path) -> None:
     assert [*tmp_path.glob("head_rows-*")]
     assert run(None, max_new_tokens=2, out=tmp_path, overwrite=True).head is None
     assert cp.load_trace(tmp_path).head is None and not [*tmp_path.glob("head_*")]
+
+
+def test_a_run_goes_on_with_the_edits_of_its_head(tmp_path: Path) -> None:
+    """The head computes the rows of the journal again, with the edits that they had: always, or in early steps."""
+    about = dict(request_id=0, own_fingerprint=True)
+    edits = [
+        cp.interventions.add(torch.linspace(-3, 3, 32), site=site, layer=layer, steps=steps, **about)
+        for site, layer, steps in (("S", 3, None), ("S", 1, None), ("T", 4, range(9)))
+    ]
+    whole = run(TinyHeadDrafter(), interventions=edits)
+    with failing_after(45):
+        run(TinyHeadDrafter(), interventions=edits, out=tmp_path)
+    (last,) = {part["step"] for part in read_journal(tmp_path).parts[-1:]}
+    again = cp.resume(tmp_path, loaded(), drafter=TinyHeadDrafter(), interventions=edits, progress=False)
+    assert again.committed(0) == whole.committed(0) and again.digest(0) == whole.digest(0)
+    ours, theirs = (head_of(t).rows(0, "committed") for t in (again, whole))
+    count = min(len(ours), len(theirs))
+    assert last >= 9 and (ours.step[:count] > last).sum() > 2
+    pair = (head_of(t).vectors("S", 2, rows.iloc[:count]) for t, rows in ((again, ours), (whole, theirs)))
+    torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-3)
