@@ -94,7 +94,7 @@ class DiskWriter(Observer):
             about = {**_sites(recorder), **({"head": of_heads[0]} if of_heads else {})}
             self.begin_new([one for one, _ in recorded], requests, meta, about)
             return
-        journals = [one for one in (journal, journal.head) if one is not None]
+        journals = _with_head(journal)
         with saying_why(self.place.directory):
             cut_journal(journal)
             named = {*journal.files.sizes, *(one.waiting["name"] for one in journals if one.waiting)}
@@ -126,12 +126,8 @@ class DiskWriter(Observer):
         self.recorder, self.requests = sources[0], requests
         self._number = journal.next_number
         self._tokens, self._texts = journal.tokens, journal.texts
-        own = (self._files, self._files.of_head()), (journal, journal.head)
-        self._parts = [
-            PartFiles(source, files, its_journal, self._in_background)
-            for source, files, its_journal in zip(sources, *own, strict=False)
-            if its_journal is not None
-        ]
+        own = zip(sources, (self._files, self._files.of_head()), _with_head(journal), strict=False)
+        self._parts = [PartFiles(source, files, one, self._in_background) for source, files, one in own]
         self.step = journal.last_step
         """Number of the newest step, which the next line of the journal names."""
 
@@ -148,10 +144,9 @@ class DiskWriter(Observer):
                 recorder.reader.require_ended()
         self.end_round(states, is_last=True)
         self.wait()
-        journal = _journal_in(self.place.directory)
         metas = []
-        for recorder, one, (before, meta) in zip(recorders, (journal, journal.head), recorded, strict=False):
-            assert one is not None
+        journals = _with_head(_journal_in(self.place.directory))
+        for recorder, one, (before, meta) in zip(recorders, journals, recorded, strict=True):
             after = meta_after(recorder, self.requests, one.texts, bool(one.files.names("readings")), meta)
             thinking = before["thinking"] if one.files.names("thoughts") else None
             metas.append({**before, "thinking": thinking, **after})
@@ -307,6 +302,11 @@ def _return_freed_memory() -> None:
     """Gives freed memory back to the system. glibc keeps it otherwise, and a process grows by each part's tensors."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
+
+
+def _with_head(journal: Journal) -> list[Journal]:
+    """Returns the journal, and what it says of the drafter's head if there is one."""
+    return [journal] if journal.head is None else [journal, journal.head]
 
 
 def _journal_in(directory: Path) -> Journal:
