@@ -3,6 +3,7 @@ of the row that was clicked."""
 
 import re
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -14,6 +15,7 @@ from cacheprobe.views.dashboard.reader import RECORDED
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import lens
 from tests.dash_page import answered, opened, served
+from tests.heads import TinyHeadDrafter
 from tests.tiny import PROMPTS, SMALL, loaded
 
 OUTCOMES = {"accepted": "accepted", "rejected": "rolled back", "unverified": "abandoned"}
@@ -133,3 +135,21 @@ def test_a_clicked_committed_row_is_spoken_of_after_another_was(
     assert said.startswith(start) and f"“{row.committed_token}” was committed" in card
     assert f"{OUTCOMES[row.verdict]} in step {row.step}" in said and f"“{row.committed_token}”" in said
     assert f"committed, verify in step {row.step}" in card
+
+
+def test_the_card_shows_what_the_draft_head_read_beside_the_layers(tmp_path: Path) -> None:
+    drafted = cp.run(loaded(), PROMPTS, **{**SMALL, "draft_length": 3}, drafter=TinyHeadDrafter())
+    pages = RunList.of([drafted.save(tmp_path / "run")])
+    line = drafted.rejected().iloc[0]
+    place = dict(
+        run=0, request=int(line.request_id), position=int(line.position) - 1, row=None, site="S", lens=RECORDED
+    )
+    shown = unescape(lens.RowCard(pages, place).draw())
+    read = drafted.hypotheses(include_head=True)
+    read = read[(read.phase == "draft") & (read.request_id == line.request_id) & (read.position == line.position - 1)]
+    own = read[(read.step == line.drafted_step) & (read.layer == read.layer.max())].iloc[0]
+    assert "What the draft head read here" in shown
+    assert f"<th title='step {own.step}, token {own.chain_step} of its draft, head layer 2'>" in shown
+    framed = re.findall(r'<td class="right"[^>]*title="step (\d+), token[^"]*">([^<>]*<\d+>)</td><', shown)
+    assert (str(own.step), line.drafted_token) in framed
+    assert shown.count("<td>rejected</td>") == 3  # the head's layers

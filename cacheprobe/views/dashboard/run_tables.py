@@ -43,6 +43,15 @@ class RunTables:
         whole = self._readings(request_id)
         return whole if positions is None else whole[whole.position.isin(positions)]
 
+    def head_readings(self, request_id: int, position: int) -> pd.DataFrame:
+        """Returns what the draft head read at one position of a request, numbered as by `Trace.hypotheses` with
+        include_head; no line for a run without."""
+        head = self.run.head
+        if head is None or not head.has_readings:
+            return self.run.rows.iloc[:0]
+        own = head.readings(request_id, range(position, position + 1))
+        return own.assign(row=own.row + len(self.run.rows), layer=own.layer + head.meta["head"]["first_layer"])
+
     def features_of(self, request_id: int) -> pd.DataFrame:
         """Returns the recorded features of a request, in the columns of `Trace.features`. Raises: ValueError for a run
         without recorded features."""

@@ -178,6 +178,9 @@ class RowCard(AtRow):
             raise CannotShow(
                 f"no reading of request {self.request} at position {row.position} was kept; widen the capture filters"
             )
+        of_head = self.tables.head_readings(self.request, int(row.position))
+        if self.question["lens"] == RECORDED and len(of_head):
+            table = pd.concat([table, of_head])
         missing = {int(i) for top in table.top_token_ids for i in top} - set(run.token_texts)
         texts = {**tokenizer_texts(self.run_list.model, missing), **tokenizer_texts(run.fingerprint["model"], missing)}
         rows, events = self.tables.rows_of(self.request), self.tables.events_of(self.request)
