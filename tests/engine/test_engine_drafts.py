@@ -78,7 +78,7 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
         for i, request in enumerate(trace.requests):
             text = [*request.prompt_token_ids, *trace.committed(i)]
             with torch.inference_mode():
-                logits = (model or loaded()).bridge.forward(torch.tensor([text]), return_type="logits")[0]
+                logits = loaded().bridge.forward(torch.tensor([text]), return_type="logits")[0]
             first = request.num_prompt_tokens
             nats = logits.double().log_softmax(-1)[range(first - 1, len(text) - 1), text[first:]]
             assert len(trace.logprobs(i)) == NEW
