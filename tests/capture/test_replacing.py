@@ -82,6 +82,7 @@ def test_one_that_ctrl_c_stopped_is_beside_it(
     assert caught.value.directory == beside and caught.value.num_cancelled
     stopped = cp.load_trace(beside, loaded())
     require_equal(stopped, caught.value.trace)
+    assert (stopped.head is None) == (drafter is None)
     assert sum(map(len, stopped.tokens.values())) > 8 and cp.verify(stopped, progress=False).is_equal
 
 
