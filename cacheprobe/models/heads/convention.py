@@ -15,11 +15,20 @@ _TEXT = (
     "fresh bread filled the narrow streets. Children ran down to the water to look at the ships. One of them, a girl "
     "of about ten, asked her grandfather how far it was to the other side. He laughed and said that nobody had ever "
     "measured it, but that his own boat had taken three days and two nights to cross. She thought about this for a "
-    "while, and then she asked whether he had been afraid of the dark."
+    "while, and then she asked whether he had been afraid of the dark.\n\n"
+    "To make the bread, mix 500 grams of flour with a little salt, add 300 millilitres of warm water and the yeast, "
+    "and knead the dough for ten minutes. Cover it with a cloth and let it rise until it has doubled in size. Then put "
+    "it into a hot oven, and bake it for about forty minutes, until the crust is brown.\n\n"
+    "Question: What is the capital of France, and on which river does it lie?\n"
+    "Answer: The capital of France is Paris, which lies on the river Seine. It is the largest city of the country, and "
+    "more than two million people live there. Many visitors come to see the Eiffel Tower, which was built in 1889.\n\n"
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)"
 )
-_LENGTH = 128
-_MARGIN, _SIGMAS = 0.05, 4.0
-"""Nats, and standard errors, by which other layers must be better."""
+_LENGTH = 384
+_MARGIN, _SIGMAS = 0.03, 3.0
+"""Nats, and standard errors, by which other layers must be better. Measured with a head for SmolLM2 after 100 steps of
+training, with 237 tokens: states one block later cost it 0.23 nats, one block earlier nothing, with a standard error of
+0.05. So a head that is read one block too late is found; one that is read too early is missed while it is so young."""
 _LEARNED = 0.5
 """Nats by which a head must be better than one that gives each of its tokens the same probability. A random head is
 worse than that, and what it prefers says nothing."""
@@ -29,7 +38,7 @@ def check_convention(head: HeadLM, target: CachedLM) -> None:
     """Checks that the head predicts the target's own choices on a fixed text no better from the states one block later
     or earlier than from those at its `target_sites`. Layer ids are counted in two ways, which differ by one block.
 
-    Raises: ValueError, which names both sets of layers, if it does: by 0.05 nats and four standard errors.
+    Raises: ValueError, which names both sets of layers, if it does: by 0.03 nats and three standard errors.
     """
     scores = convention_scores(head, target)
     stated = scores.pop(0, torch.zeros(0))

@@ -49,7 +49,7 @@ def head_of(inputs: list[int]) -> HeadLM:
 
 def test_the_layers_of_its_training_pass() -> None:
     scores = convention_scores(head_of(INPUTS), target())
-    assert {*scores} == {0, 1, -1} and all(len(one) == 127 for one in scores.values())
+    assert {*scores} == {0, 1, -1} and {len(one) for one in scores.values()} == {convention_text(target()).shape[1] - 1}
     assert float(scores[0].mean()) > max(float(scores[1].mean()), float(scores[-1].mean())) + 0.5
     check_convention(head_of(INPUTS), target())
 
@@ -61,10 +61,11 @@ def test_the_other_convention_is_refused(stated: list[int], remedy: str) -> None
         check_convention(head_of(stated), target())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, 58])
 @pytest.mark.parametrize("scale", [0.02, 1.0, 4.0])
 def test_a_random_head_passes(seed: int, scale: float) -> None:
-    """Small weights, which say little, and large ones, which are sure of something wrong."""
+    """Small weights, which say little, and large ones, which are sure of something wrong: that of seed 58 is less wrong
+    with other layers, by 3.7 standard errors."""
     head = random_head(seed)
     head.live.lm_head.weight.mul_(scale)
     check_convention(head, target())
@@ -87,3 +88,11 @@ def test_only_directions_that_the_model_has(monkeypatch: pytest.MonkeyPatch) -> 
         lambda states: torch.full((len(states), VOCAB), -torch.inf).index_fill_(1, torch.tensor([0]), 0.0),
     )
     check_convention(few, target())
+
+
+def test_a_tokenizer_reads_the_text() -> None:
+    """As much of it as the model has room for."""
+    model = copy.copy(target())
+    model.tokenizer, model.encode = object(), lambda text: tuple(ord(letter) % VOCAB for letter in text)
+    assert convention_text(model, 5)[0].tolist() == [ord(letter) % VOCAB for letter in "The o"]
+    assert not torch.equal(convention_text(model), convention_text(target()))

@@ -1,5 +1,6 @@
 """EAGLE-3 heads against speculators' own forward, and their layouts."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def folder(speculators: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("eagle3")
     states, token_ids = rows()
     save_file({"states": states.flatten(2).contiguous(), "input_ids": token_ids}, path / "rows.safetensors")
-    target().live.save_pretrained(path / "target")
+    copy.deepcopy(target().live).save_pretrained(path / "target")
     for name, settings in CASES.items():
         case = {"draft_vocab_size": DRAFT_VOCAB, "eagle_aux_hidden_state_layer_ids": [2, 4, 5], **settings}
         place = path / "heads" / name

@@ -1,5 +1,6 @@
 """What is no EAGLE-3 head, or one of another model, is refused by name, with what was expected, got, and the remedy."""
 
+import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -122,7 +123,9 @@ def test_folders_of_something_else(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(ValueError, match="no .safetensors file and no pytorch_model.bin"):
         open_head(folder)
-    target().live.save_pretrained(tmp_path / "model")  # a model of the right width and vocabulary, and no head
+    copy.deepcopy(target().live).save_pretrained(
+        tmp_path / "model"
+    )  # a model of the right width and vocabulary, and no head
     with pytest.raises(ValueError, match="self_attn.q_proj.weight must be of shape .*32, 64.* is .*32, 32"):
         load_eagle3(tmp_path / "model", target())
 
