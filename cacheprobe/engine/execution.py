@@ -17,7 +17,6 @@ from cacheprobe.engine.drafters.early_exit import FastPath
 from cacheprobe.engine.drafts.lengths import drafts_may_stop
 from cacheprobe.engine.drafts.timing import costs_of
 from cacheprobe.engine.fingerprint import FingerprintMismatch, RunGuard
-from cacheprobe.engine.head_passes import HeadPasses
 from cacheprobe.engine.loop import generation_loop, run_reference
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.plan import RunPlan
@@ -29,6 +28,7 @@ from cacheprobe.models.heads.lm import HeadLM
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.assemble import assemble, meta_before
 from cacheprobe.trace.recording.disk_writer import DiskWriter
+from cacheprobe.trace.recording.head_passes import HeadPasses
 from cacheprobe.trace.recording.observers import Tee
 from cacheprobe.trace.recording.recorder import Recorder
 from cacheprobe.trace.trace import Trace

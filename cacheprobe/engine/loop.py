@@ -14,12 +14,11 @@ from cacheprobe.core.records import DraftCosts, Observer
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import Drafter, release
-from cacheprobe.engine.head_passes import HeadPasses
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import EngineError
 from cacheprobe.engine.prefill import prefills
 from cacheprobe.engine.scheduler import Scheduler
-from cacheprobe.engine.step import Engine
+from cacheprobe.engine.step import Engine, RecordsHead
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.surgery import KVSnapshot, take_snapshot
 from cacheprobe.models.base import CachedLM
@@ -31,7 +30,7 @@ def generation_loop(
     config: EngineConfig,
     drafter: Drafter | None = None,
     costs: DraftCosts | None = None,
-    head_passes: HeadPasses | None = None,
+    head_passes: RecordsHead | None = None,
 ) -> Generator[int, None, None]:
     """Runs the main loop. Yields the number of the last step after each round, until every request has ended.
 

@@ -11,8 +11,8 @@ from cacheprobe.core.devices import is_out_of_memory
 from cacheprobe.core.records import ForwardRecord, Observer, Thought
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.engine.checker import RecomputeChecker
+from cacheprobe.engine.drafts.target_states import TargetStates
 from cacheprobe.engine.passes import EngineError, Pass
-from cacheprobe.engine.target_states import TargetStates
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM
 from cacheprobe.ops.sampling import top_two

@@ -6,6 +6,7 @@ made before the first commit.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,11 +15,10 @@ from cacheprobe.core.records import DraftCosts, RowSlot
 from cacheprobe.engine.committer import Committer
 from cacheprobe.engine.drafters.base import Drafter, head_of, propose, release
 from cacheprobe.engine.drafts.lengths import DraftLengths, split
-from cacheprobe.engine.head_passes import HeadPasses
+from cacheprobe.engine.drafts.target_states import TargetStates
 from cacheprobe.engine.model_runner import ModelRunner
 from cacheprobe.engine.passes import BatchedPromptFault, EngineError, Entry, Pass, ShapeFault
 from cacheprobe.engine.prefill import Prefill
-from cacheprobe.engine.target_states import TargetStates
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.kvcache.status import Status
 from cacheprobe.ops.acceptance import clip_draft
@@ -26,6 +26,18 @@ from cacheprobe.ops.sampling import Choice
 
 StepOf = Callable[[Sequence[SequenceState]], None]
 """Runs a step of these requests."""
+
+
+class RecordsHead(Protocol):
+    """Describes what records the passes of a drafter's head."""
+
+    def around(self, step: int, rows: Sequence[RowSlot], shape: tuple[int, int]) -> AbstractContextManager[None]:
+        """Returns a context manager, inside which a pass of these rows runs. step: number of the draft's step."""
+        ...
+
+    def abandon(self, states: Sequence[SequenceState]) -> None:
+        """Labels the rows of drafts that are not kept."""
+        ...
 
 
 class Engine:
@@ -38,7 +50,7 @@ class Engine:
         config: EngineConfig,
         drafter: Drafter | None = None,
         costs: DraftCosts | None = None,
-        head_passes: HeadPasses | None = None,
+        head_passes: RecordsHead | None = None,
     ) -> None:
         """Prepares passes of `runner` in the shapes of `config`, and the narrower ones that its checker has found.
         costs: of drafts, if they were measured.  head_passes: records those of the drafter's head."""

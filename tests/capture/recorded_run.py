@@ -16,7 +16,7 @@ from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.trace.recording import disk_writer
 from tests.dashboard.growing_run import wait_for_the_disk
 from tests.dictionaries.planted import random_dictionary
-from tests.heads import TinyHeadDrafter
+from tests.models.heads.tiny_head import TinyHeadDrafter
 from tests.planted_drafts import planted
 from tests.tiny import PROMPTS, SMALL, loaded
 

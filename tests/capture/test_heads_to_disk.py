@@ -16,7 +16,7 @@ from cacheprobe.trace.recording import disk_writer
 from cacheprobe.trace.stored import GrowingRun, StoredRun, growing_run
 from tests.capture.recorded_run import LONG, failing_after
 from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)
-from tests.heads import TinyHeadDrafter
+from tests.models.heads.tiny_head import TinyHeadDrafter
 from tests.planted_drafts import planted
 from tests.tiny import PROMPTS, SMALL, loaded
 

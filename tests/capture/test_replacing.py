@@ -14,7 +14,7 @@ from cacheprobe.trace.manifest import JOURNAL
 from cacheprobe.trace.recording.observers import ProgressBar
 from tests.capture.recorded_run import LONG, Stopped, failing_after
 from tests.capture.test_to_disk import _part_each_round, require_equal  # noqa: F401  (a fixture)
-from tests.heads import TinyHeadDrafter
+from tests.models.heads.tiny_head import TinyHeadDrafter
 from tests.tiny import PROMPTS, SMALL, loaded
 
 SETTINGS: dict[str, Any] = {**LONG, "max_new_tokens": 12, "deterministic": True}

@@ -21,7 +21,7 @@ from cacheprobe.trace.manifest import JOURNAL, TraceError
 from cacheprobe.trace.recording import disk_writer
 from tests.capture.recorded_run import DRAFTERS, LONG, failing_after, recorded, recording_process
 from tests.dashboard.growing_run import part_each_round
-from tests.heads import TinyHeadDrafter
+from tests.models.heads.tiny_head import TinyHeadDrafter
 from tests.tiny import PROMPTS, SMALL, loaded
 
 TABLES = ("row_table", "hypothesis_table", "event_table", "ledger_table", "token_table")

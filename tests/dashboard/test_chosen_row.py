@@ -15,7 +15,7 @@ from cacheprobe.views.dashboard.reader import RECORDED
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import lens
 from tests.dash_page import answered, opened, served
-from tests.heads import TinyHeadDrafter
+from tests.models.heads.tiny_head import TinyHeadDrafter
 from tests.tiny import PROMPTS, SMALL, loaded
 
 OUTCOMES = {"accepted": "accepted", "rejected": "rolled back", "unverified": "abandoned"}

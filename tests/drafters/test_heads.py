@@ -15,7 +15,7 @@ from cacheprobe.kvcache.own_cache import OwnCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.heads.lm import HeadLM
 from cacheprobe.ops.equality import bitwise
-from tests.heads import SITES, TinyHeadDrafter
+from tests.models.heads.tiny_head import SITES, TinyHeadDrafter
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
 ALWAYS = {**SMALL, "draft_length": 3}
