@@ -1,7 +1,7 @@
 """Draft heads in the engine: the states that they read, their caches, their recorded rows, edits of their layers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
@@ -217,6 +217,27 @@ def test_a_head_that_fails_once_leaves_every_row_recorded_once(monkeypatch: pyte
         positions = trace.head.rows(i, status="committed").position
         assert sorted(positions) == list(range(1, positions.max() + 1))
         torch.testing.assert_close(trace.head.states("S", 0, i), want.head.states("S", 0, i)[: len(positions)])
+
+
+def test_a_trained_lens_and_a_probe_read_head_and_model_alike() -> None:
+    trace = cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter())
+    for part in (trace, trace.head):
+        lens = cp.lenses.TunedLens.fresh(part.model)
+        generator = torch.Generator().manual_seed(0)
+        weights, biases = (torch.randn(one.shape, generator=generator) / 10 for one in (lens.weights, lens.biases))
+        rows = part.rows(0, status="committed").tail(3)
+        read = cp.analysis.read_states(part, replace(lens, weights=weights, biases=biases), rows=rows)
+        states = part.vectors("S", 1, rows)
+        parts = part.model.output_parts()
+        with torch.inference_mode():
+            want = (parts.norm(states + states @ weights[1] + biases[1]) @ parts.weight.T).argmax(-1)
+        assert read[read.layer == 1].token_id.tolist() == want.tolist()
+    vectors = {"model": trace.rows(status="committed"), "head": trace.head.rows(status="committed")}
+    for name, rows in vectors.items():
+        states = (trace if name == "model" else trace.head).vectors("S", 2, rows)
+        labels = (rows.token_id % 2).tolist()  # of the token that the row was fed
+        found = cp.probes.fit({("S", 2): states}, labels, range(len(rows))).table
+        assert len(found) == 1 and found.accuracy[0] > 0.6
 
 
 def test_a_replay_of_a_stored_run_drafts_what_the_run_drafted() -> None:
