@@ -11,6 +11,7 @@ A run that is being recorded, or was not finished, consists of parts:
       thoughts-<id>-00000.parquet and .safetensors  of a Thinking States model: chunk states, and the logits of the
                                         first word
       waiting-<id>-00000.safetensors    states of the rows that wait for their next token, of the newest part alone
+      head_rows-<id>-00000.parquet      and others with head_: of a drafter's head
 
 A run is finished by one table of each kind in place of those of the parts, and a manifest (see storage.py).
 """
