@@ -10,7 +10,7 @@ from cacheprobe.core.values import folder as checked_folder
 from cacheprobe.engine.drafters.chain import ChainDrafter
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.heads.convention import check_convention
-from cacheprobe.models.heads.eagle3_files import Convention, load_eagle3
+from cacheprobe.models.heads.eagle3_files import load_eagle3
 from cacheprobe.models.heads.lm import HeadLM
 
 
@@ -27,7 +27,7 @@ class Eagle3(ChainDrafter):
     """Folder of the head, in the layout of speculators, or of SafeAILab, vLLM and SGLang."""
     layer_ids: Sequence[int] | None = None
     """Layers of the model that the head reads, if not those that the folder names."""
-    layers_are: Convention | None = None
+    layers_are: str | None = None
     """"inputs" if a layer id is the block that a state enters, "outputs" if it is the block that the state leaves; None
     as the folder's layout has it, which is then checked by the head's own predictions."""
     verifier: str | None = None

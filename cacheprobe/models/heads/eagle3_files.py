@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -17,7 +16,6 @@ from cacheprobe.models.heads.lm import HeadLM
 from cacheprobe.models.known import EMBEDDED
 from cacheprobe.models.settings import live_model
 
-Convention = Literal["inputs", "outputs"]
 _CONVENTIONS = ("inputs", "outputs")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -30,7 +28,7 @@ def load_eagle3(
     target: CachedLM,
     *,
     layer_ids: Sequence[int] | None = None,
-    layers_are: Convention | None = None,
+    layers_are: str | None = None,
     verifier: str | None = None,
 ) -> HeadLM:
     """Returns the EAGLE-3 head in a folder, for a target model, in the target's dtype and on its device.

@@ -156,7 +156,7 @@ def test_one_state_after_the_norm(tmp_path: Path) -> None:
 def test_ids_out_of_range(layers_are: str, tmp_path: Path) -> None:
     said = "choose one of inputs, outputs" if layers_are == "ids" else f"that are {layers_are} of 8 blocks lie in 0 to "
     with pytest.raises(ValueError, match=said):
-        load_eagle3(speculators_folder(tmp_path), target(), layer_ids=[-1, 4, 5], layers_are=layers_are)  # pyright: ignore
+        load_eagle3(speculators_folder(tmp_path), target(), layer_ids=[-1, 4, 5], layers_are=layers_are)
 
 
 def test_a_model_too_small_for_eagles_own_choice(tmp_path: Path) -> None:
