@@ -81,3 +81,31 @@ def speculators_folder(folder: Path, ids: tuple[int, ...] = (1, 2), **changed: A
     config |= dict(aux_hidden_state_layer_ids=list(ids), mask_token_id=MASK, draft_vocab_size=len(draft))
     write(folder, config | changed, tensors)
     return tensors
+
+
+def medusa_tensors(num_heads: int = 3, num_layers: int = 2, width: int = TINY.hidden) -> dict[str, Tensor]:
+    """The tensors of random Medusa heads by Medusa's own names."""
+    draw, found = torch.Generator().manual_seed(3), {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            found[f"{head}.{layer}.linear.weight"] = spread("", (width, width), draw)
+            found[f"{head}.{layer}.linear.bias"] = spread("", (width,), draw)
+        found[f"{head}.{num_layers}.weight"] = spread("", (VOCAB, width), draw)
+    return found
+
+
+def medusa_folder(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    """Writes heads as Medusa's own code does, with a config of another number of heads, as published ones have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    torch.save(tensors, folder / "medusa_lm_head.pt")
+    return folder
+
+
+def medusa_folder_of_vllm(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    """Writes the same heads by vLLM's names."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        head, layer, *rest = name.split(".")
+        renamed[f"blocks.{head}.layers.{layer}.{rest[-1]}" if len(rest) == 2 else f"lm_heads.{head}.weight"] = tensor
+    return write(folder, {"num_heads": 2, "num_hidden_layers": 1}, renamed)

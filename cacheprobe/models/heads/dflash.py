@@ -33,7 +33,7 @@ class DFlashHead(HeadModule):
     hidden_norm: nn.Module
 
     def __init__(self, config: LiveModule) -> None:
-        """config: a Qwen3Config with num_states, embed_scale and draft_vocab_size besides; see `block_config`."""
+        """config: a Qwen3Config with num_states, embed_scale and draft_vocab_size besides; see `load_dflash`."""
         super().__init__(config)
         self.model = Qwen3Model(config)
         self.fc = nn.Linear(config.num_states * config.hidden_size, config.hidden_size, bias=False)
