@@ -117,6 +117,8 @@ class Engine:
         if self.runner.step == before:  # a drafter that runs no model
             self.runner.skip()
         self._take(states, kept)
+        if self._head_passes is not None:
+            self._head_passes.abandon(states)
 
     def _take(self, states: Sequence[SequenceState], kept: Sequence[tuple[int, ...]]) -> None:
         """Adds each request's new draft tokens to its draft, and reports the step. A never verified request commits its

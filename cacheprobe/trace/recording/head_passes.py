@@ -56,9 +56,10 @@ class HeadPasses(Observer):
         self._unconfirmed |= {row.request_id: row.position for row in new if row.is_canonical}
 
     def abandon(self, states: Sequence[SequenceState]) -> None:
-        """Labels the rows of drafts that are not kept: they get no verdict. No step follows that confirms the rows."""
+        """Labels the rows behind the drafts of these requests, whose draft tokens are not kept: they get no verdict.
+        Confirms all rows, since no step may follow that does."""
         for state in states:
-            first = state.last_committed_position + 1
+            first = state.last_committed_position + 1 + len(state.draft)
             self.recorder.on_abandon(state.request_id, -1, first, first + self.head.n_ctx)
         self.recorder.confirm()
         self._confirm()
