@@ -1,6 +1,9 @@
 """Folders of small random heads that draft several tokens at once: DFlash in three layouts, Medusa in two."""
 
 import json
+import tempfile
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,9 @@ from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from cacheprobe_benchmarks.shared.tiny import TINY, VOCAB
+from tests.by_hand import generated
+from tests.tiny import PROMPTS, hf_model
+from tests.twins.block_heads_slowly import medusa_stream
 
 BLOCK, MASK = 5, VOCAB - 1
 SHAPE = dict(hidden_size=TINY.hidden, intermediate_size=24, num_hidden_layers=2, rms_norm_eps=1e-5)
@@ -27,7 +33,7 @@ def native_folder(folder: Path, **changed: Any) -> MuseGlimmerAssistantModel:
     rope = dict(rope_type="default", rope_theta=10000.0)
     given = dict(layer_types=["full_attention"] * 2, target_layer_ids=[0, 1], max_position_embeddings=128)
     given |= dict(sliding_window=8, block_size=BLOCK, mask_token_id=MASK, rope_parameters=rope)
-    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**SHAPE, **HEADS, **specials, **(given | changed)))
+    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**HEADS, **specials, **(SHAPE | given | changed)))
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -109,3 +115,62 @@ def medusa_folder_of_vllm(folder: Path, tensors: dict[str, Tensor]) -> Path:
         head, layer, *rest = name.split(".")
         renamed[f"blocks.{head}.layers.{layer}.{rest[-1]}" if len(rest) == 2 else f"lm_heads.{head}.weight"] = tensor
     return write(folder, {"num_heads": 2, "num_hidden_layers": 1}, renamed)
+
+
+# -- heads that are often right, and not always
+
+
+@cache
+def texts() -> list[tuple[int, list[int]]]:
+    """(length of the prompt, the greedy text) of each of PROMPTS, as transformers continues them."""
+    return [(len(prompt), [*prompt, *generated(hf_model(), prompt, 20)]) for prompt in PROMPTS]
+
+
+@torch.inference_mode()
+def hidden(token_ids: Sequence[int]) -> tuple[Tensor, ...]:
+    """transformers' hidden states [p, m] of the tiny target: the embeddings, then those after each block."""
+    out = hf_model()(torch.tensor([list(token_ids)]), output_hidden_states=True)
+    return tuple(states[0] for states in out.hidden_states)
+
+
+@torch.inference_mode()
+def fit_dflash(model: MuseGlimmerAssistantModel, num_texts: int) -> None:
+    """Fits the last linear layer of a head to what follows in the first `num_texts` of `texts`, in one least-squares
+    step."""
+    seen: dict[str, Tensor] = {}
+    down, unembedding = model.layers[-1].mlp.down_proj, hf_model().lm_head.weight
+    down.register_forward_hook(lambda module, args, out: seen.update(into=args[0][0], added=out[0]))
+    model.norm.register_forward_hook(lambda module, args, out: seen.update(stream=args[0][0]))
+    inputs, wanted = [], []
+    for start, text in texts()[:num_texts]:
+        states = torch.cat([hidden(text)[i + 1] for i in model.config.target_layer_ids], -1)
+        for n in range(start + 1, len(text) - BLOCK + 2):
+            block = torch.tensor([[text[n - 1], *[MASK] * (BLOCK - 1)]])
+            model(hf_model().get_input_embeddings()(block), states[None, : n - 1], use_cache=False)
+            inputs.append(seen["into"][1:])
+            after = unembedding[text[n : n + BLOCK - 1]] / model.norm.weight
+            wanted.append(100 * after - (seen["stream"] - seen["added"])[1:])
+    down.weight.copy_(torch.linalg.lstsq(torch.cat(inputs), torch.cat(wanted)).solution.T)
+    for module in (down, model.norm):
+        module._forward_hooks.clear()
+
+
+@cache
+def often_right(kind: str, num_texts: int = 3) -> Path:
+    """A folder of a head for the tiny target, that is often right in the first `num_texts` of `texts`. kind: "dflash"
+    or "medusa"."""
+    folder = Path(tempfile.mkdtemp()) / kind
+    if kind == "dflash":
+        model = native_folder(folder, intermediate_size=256)
+        fit_dflash(model, num_texts)
+        model.save_pretrained(folder)
+        return folder
+    tensors = medusa_tensors(3, 1)
+    for head in range(3):
+        inputs, wanted = [], []
+        for start, text in texts()[:num_texts]:
+            for state, token in zip(hidden(text)[-1][start - 1 :], text[start + 1 + head :], strict=False):
+                inputs.append(medusa_stream(tensors, head, state, 1))
+                wanted.append(torch.eye(VOCAB)[token])
+        tensors[f"{head}.1.weight"] = torch.linalg.lstsq(torch.stack(inputs), torch.stack(wanted)).solution.T.clone()
+    return medusa_folder(folder, tensors)

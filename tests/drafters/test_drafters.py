@@ -17,13 +17,26 @@ from hypothesis import strategies as st
 import cacheprobe as cp
 from cacheprobe.core import registry
 from cacheprobe.core.records import Request, SamplingParams
-from cacheprobe.engine.drafters import MTP, DraftHead, DraftModel, Eagle3, EarlyExit, NGram, Replayed, Scripted, base
+from cacheprobe.engine.drafters import (
+    MTP,
+    DFlash,
+    DraftHead,
+    DraftModel,
+    Eagle3,
+    EarlyExit,
+    Medusa,
+    NGram,
+    Replayed,
+    Scripted,
+    base,
+)
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.heads.load_mtp import load_mtp
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.sampling import choose_token
+from tests.block_heads import often_right
 from tests.by_hand import generated
 from tests.models.heads.checkpoints import MIMO, save_with_module
 from tests.models.heads.eagle3_heads import folder_for_three_layers
@@ -86,10 +99,12 @@ def with_module() -> MTP:
 
 
 EXAMPLES: dict[str, Callable[[], Drafter]] = {
+    "dflash": lambda: DFlash(often_right("dflash")),
     "draft_head": random_head,
     "draft_model": lambda: DraftModel(near()),
     "eagle3": lambda: Eagle3(folder_for_three_layers()),
     "early_exit": lambda: EarlyExit(layer=1),
+    "medusa": lambda: Medusa(often_right("medusa")),
     "mtp": with_module,
     "replayed": lambda: Replayed({0: {1: [3, 4]}}),
     "scripted": lambda: Scripted(lambda state: [1, 2, 3]),

@@ -51,8 +51,14 @@ def dflash_logits(
     return normed(stream, "norm") @ unembedding.T
 
 
-def medusa_logits(weights: Mapping[str, Tensor], head: int, state: Tensor, num_layers: int) -> Tensor:
-    """Logits [v] of one Medusa head, by the names of Medusa's own file. state: [m], after the target's final norm."""
+def medusa_stream(weights: Mapping[str, Tensor], head: int, state: Tensor, num_layers: int) -> Tensor:
+    """Stream [m] of one Medusa head after its blocks, by the names of Medusa's own file. state: [m], after the target's
+    final norm."""
     for block in range(num_layers):
         state = state + silu(weights[f"{head}.{block}.linear.weight"] @ state + weights[f"{head}.{block}.linear.bias"])
-    return weights[f"{head}.{num_layers}.weight"] @ state
+    return state
+
+
+def medusa_logits(weights: Mapping[str, Tensor], head: int, state: Tensor, num_layers: int) -> Tensor:
+    """Logits [v] of one Medusa head, from its `medusa_stream`."""
+    return weights[f"{head}.{num_layers}.weight"] @ medusa_stream(weights, head, state, num_layers)

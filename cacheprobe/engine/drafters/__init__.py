@@ -1,9 +1,11 @@
 """Exports the drafters as `cp.drafters.NAME`. base.py says what a drafter is, and how to add one."""
 
 from cacheprobe.engine.drafters.base import Drafter
+from cacheprobe.engine.drafters.dflash import DFlash
 from cacheprobe.engine.drafters.draft_head import DraftHead
 from cacheprobe.engine.drafters.eagle3 import Eagle3
 from cacheprobe.engine.drafters.early_exit import EarlyExit, FastPath
+from cacheprobe.engine.drafters.medusa import Medusa
 from cacheprobe.engine.drafters.model import DraftModel
 from cacheprobe.engine.drafters.mtp import MTP
 from cacheprobe.engine.drafters.ngram import NGram
@@ -12,12 +14,14 @@ from cacheprobe.engine.drafters.scripted import Scripted
 
 __all__ = [
     "MTP",
+    "DFlash",
     "DraftHead",
     "DraftModel",
     "Drafter",
     "Eagle3",
     "EarlyExit",
     "FastPath",
+    "Medusa",
     "NGram",
     "Replayed",
     "Scripted",

@@ -124,7 +124,8 @@ class BlockHeadLM(HeadLM):
         token_ids: [b, B], from `block_tokens`.  starts: text position of each newest token; the context rows of all
         positions before it must be fed.
         """
-        return self.forward(token_ids, cache, cache_rows, starts, num_layers=self.n_layers)
+        nothing = torch.empty(0, device=self.device)  # what a block reads of the target is in the cache
+        return self.run(token_ids, nothing, cache, cache_rows, starts)
 
     def block_tokens(self, newest: Sequence[int]) -> Tensor:
         """Returns the tokens [b, B] of blocks: each newest token, then masks."""

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import CONFIG_MAPPING, Qwen3Config
 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.heads.dflash import BlockHeadLM, DFlashHead
-from cacheprobe.models.heads.files import HeadFiles, fill, open_head
+from cacheprobe.models.heads.files import fill, open_head, target_token_ids
 from cacheprobe.models.settings import live_model
 
 _NATIVE = "muse_glimmer_assistant"
@@ -45,8 +44,9 @@ def load_dflash(folder: "str | Path", target: CachedLM) -> BlockHeadLM:
     layout = _layout(files.config, name)
     sites = _sites(layout, target, name)
     _require_fitting(layout, target, name)
-    token_ids = _target_ids(files, target, name)
-    unembedding = target.unembedding if token_ids is None else files.tensor("lm_head.weight").to(target.unembedding)
+    token_ids = target_token_ids(files, int(files.config.get("draft_vocab_size") or target.d_vocab), target.d_vocab)
+    unembedding = target.unembedding.detach()
+    unembedding = unembedding if token_ids is None else files.tensor("lm_head.weight").to(unembedding)
     embedding = live_model(target).get_input_embeddings()
     config = Qwen3Config.from_dict(
         layout.fields
@@ -60,7 +60,7 @@ def load_dflash(folder: "str | Path", target: CachedLM) -> BlockHeadLM:
         head,
         files,
         lambda own: names.get(own, own.removeprefix("model.")),
-        {"model.embed_tokens.weight": embedding.weight, "lm_head.weight": unembedding},
+        {"model.embed_tokens.weight": embedding.weight.detach(), "lm_head.weight": unembedding},
         target.dtype,
         target.device,
         _OF_TARGET,
@@ -132,18 +132,3 @@ def _require_fitting(layout: _Layout, target: CachedLM, name: str) -> None:
             f"{name}: its mask token {layout.block[1]} is outside of the {target.d_vocab} tokens of {target.name}; "
             "load the head with the model that it was trained for"
         )
-
-
-def _target_ids(files: HeadFiles, target: CachedLM, name: str) -> Tensor | None:
-    """Returns the target's id of each of the head's own ids, [v]; None without "d2t", which holds their differences.
-    Raises: ModelError for an id outside of the target's vocabulary."""
-    if "d2t" not in files.shapes:
-        return None
-    differences = files.tensor("d2t").long()
-    ids = torch.arange(len(differences)) + differences
-    if int(ids.min()) < 0 or int(ids.max()) >= target.d_vocab:
-        raise ModelError(
-            f"{name}: its d2t names tokens {int(ids.min())} to {int(ids.max())}, {target.name} has {target.d_vocab}; "
-            "load the head with the model that it was trained for"
-        )
-    return ids.to(target.device)

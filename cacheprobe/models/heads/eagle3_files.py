@@ -11,7 +11,7 @@ from cacheprobe.core.files import write_json, write_whole
 from cacheprobe.core.values import JsonDict, require_one_of
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.heads.eagle3 import SWITCHES, Eagle3Module, eagle3_config
-from cacheprobe.models.heads.files import HeadFiles, fill, open_head
+from cacheprobe.models.heads.files import HeadFiles, fill, open_head, target_token_ids
 from cacheprobe.models.heads.lm import HeadLM
 from cacheprobe.models.known import EMBEDDED
 from cacheprobe.models.settings import live_model
@@ -64,7 +64,7 @@ def load_eagle3(
     _require_width(files, stored_name("fc.weight"), len(sites), target)
     given = {} if stored_name(_EMBEDDING) in files.shapes else {_EMBEDDING: _embedding(where, target, module)}
     fill(module, files, stored_name, given, target.dtype, target.device, _FOR_TRAINING)
-    token_ids = _token_ids(files, int(config.draft_vocab_size), target.d_vocab)
+    token_ids = target_token_ids(files, int(config.draft_vocab_size), target.d_vocab)
     return HeadLM(module, target, files.folder.name, sites, token_ids, f"EAGLE-3 head for {target.name}")
 
 
@@ -232,29 +232,3 @@ def _embedding(where: str, target: CachedLM, module: Eagle3Module) -> Tensor:
             "head with an embedding of its own"
         )
     return weight.detach()
-
-
-def _token_ids(files: HeadFiles, draft_vocab: int, vocab: int) -> Tensor | None:
-    """Returns the target's id [v] of each of the head's tokens; None if they have one vocabulary. Raises: ValueError if
-    d2t is missing, leaves the vocabulary, maps two tokens to one, or contradicts t2d."""
-    if "d2t" not in files.shapes:
-        if draft_vocab != vocab:
-            raise ValueError(f"{files.folder} holds no d2t, and has {draft_vocab} of {vocab} tokens; give a whole head")
-        return None
-    offsets = files.tensor("d2t")
-    if offsets.shape != (draft_vocab,) or offsets.is_floating_point():
-        raise ValueError(
-            f"{files.folder}: d2t must be {draft_vocab} whole numbers, got {tuple(offsets.shape)} of {offsets.dtype}; "
-            "give a head whose config and tensors fit"
-        )
-    token_ids = torch.arange(draft_vocab) + offsets.long()
-    low, high, remedy = int(token_ids.min()), int(token_ids.max()), "d2t is the target's id minus the head's"
-    if low < 0 or high >= vocab:
-        raise ValueError(f"{files.folder}: d2t gives ids {low} to {high}, the target's are 0 to {vocab - 1}; {remedy}")
-    if len(token_ids.unique()) != draft_vocab:
-        raise ValueError(f"{files.folder}: d2t gives one target id to several of the head's tokens; {remedy}")
-    if "t2d" in files.shapes:
-        wanted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, token_ids, True)
-        if not torch.equal(files.tensor("t2d").bool(), wanted):
-            raise ValueError(f"{files.folder}: t2d marks other tokens than d2t; {remedy}")
-    return token_ids
