@@ -6,7 +6,7 @@ made before the first commit.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ StepOf = Callable[[Sequence[SequenceState]], None]
 """Runs a step of these requests."""
 
 
+@runtime_checkable
 class RecordsHead(Protocol):
     """Describes what records the passes of a drafter's head."""
 

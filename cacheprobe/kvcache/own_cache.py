@@ -1,7 +1,7 @@
 """Defines OwnCache, the cache of a drafter's own model: one row for each request that drafts."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from cacheprobe.kvcache.cache import KVCache
@@ -12,6 +12,7 @@ _CAPACITY_STEP = 128
 """Slots; the capacity of the cache is a multiple of this number."""
 
 
+@runtime_checkable
 class MakesCaches(Protocol):
     """Describes a model that makes caches of up to `n_ctx` slots a row."""
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,7 @@ _SPANS = 4096
 """Number of stretches of text whose tokens are kept."""
 
 
+@runtime_checkable
 class Vocabulary(Protocol):
     """Describes what is read of the verified model: its tokenizer, or None, and the number of its logits."""
 

@@ -24,8 +24,10 @@ def edits_of(trace: "TraceData") -> pd.DataFrame:
     of_head = [edit if first is None else {**edit, "layer": edit["layer"] - first} for edit in edits]
     lines = []
     for number, edit in enumerate(edits):
-        is_of_head = trace.head is not None and of_head[number]["layer"] >= 0
-        rows = _carrying(trace.head, of_head, number) if is_of_head else _carrying(trace, edits, number)
+        if trace.head is not None and of_head[number]["layer"] >= 0:
+            rows = _carrying(trace.head, of_head, number)
+        else:
+            rows = _carrying(trace, edits, number)
         counts = rows.status.value_counts()
         changed = set(rows.position[rows.status == "committed"])
         about = {name: edit[name] for name in ("name", "request_id", "site", "layer", "head")}
