@@ -174,7 +174,7 @@ def with_verdicts(
     prompt_lengths: tokens by request.  token_texts: by token id; a missing token gets the text "<id>".
     """
     matched = drafts_of_rows(readings, events, prompt_lengths)
-    drafted = matched.drafted_token_id.dropna().unique().tolist()
+    drafted = matched.drafted_token_id.dropna().astype("int64").unique().tolist()
     texts = {token: token_text(token_texts, token) for token in drafted}
     tops = [
         None if ids is None else [token_text(token_texts, i) for i in ids.tolist()] for ids in readings.top_token_ids
