@@ -20,8 +20,8 @@ from cacheprobe.engine.drafters.chain import ChainDrafter
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.heads.lm import HeadLM
 from cacheprobe.ops.equality import bitwise
-from tests.block_heads import BLOCK, hidden, medusa_tensors, native_folder, often_right, write, zlab_folder
-from tests.heads import TinyHeadDrafter
+from tests.models.heads.block_heads import BLOCK, hidden, medusa_tensors, native_folder, often_right, write, zlab_folder
+from tests.models.heads.tiny_head import TinyHeadDrafter
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded
 
 ALWAYS = {**SMALL, "draft_length": 8}

@@ -36,8 +36,8 @@ from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.heads.load_mtp import load_mtp
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.sampling import choose_token
-from tests.block_heads import often_right
 from tests.by_hand import generated
+from tests.models.heads.block_heads import often_right
 from tests.models.heads.checkpoints import MIMO, save_with_module
 from tests.models.heads.eagle3_heads import folder_for_three_layers
 from tests.tiny import PROMPTS, SMALL, VOCAB, hf_model, loaded, perturbed

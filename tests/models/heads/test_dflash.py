@@ -15,7 +15,7 @@ from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.heads.dflash import BlockHeadLM
 from cacheprobe.models.heads.dflash_files import load_dflash
 from cacheprobe.ops.equality import bitwise
-from tests.block_heads import BLOCK, BLOCKS, MASK, native_folder, speculators_folder, zlab_folder
+from tests.models.heads.block_heads import BLOCK, BLOCKS, MASK, native_folder, speculators_folder, zlab_folder
 from tests.tiny import VOCAB, hf_model, loaded
 from tests.twins.block_heads_slowly import dflash_logits
 

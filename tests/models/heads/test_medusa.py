@@ -12,7 +12,7 @@ from torch import Tensor
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.heads.medusa import beside, load_medusa
 from cacheprobe.ops.equality import bitwise
-from tests.block_heads import medusa_folder, medusa_folder_of_vllm, medusa_tensors
+from tests.models.heads.block_heads import medusa_folder, medusa_folder_of_vllm, medusa_tensors
 from tests.tiny import VOCAB, hf_model, loaded
 from tests.twins.block_heads_slowly import medusa_logits
 
