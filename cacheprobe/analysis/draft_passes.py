@@ -20,7 +20,7 @@ from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.ops.acceptance import clip_draft, num_accepted
 from cacheprobe.ops.sampling import choose_token
 
@@ -298,7 +298,7 @@ class TokenContext:
 class HeadContext(TokenContext):
     """Is the DraftContext of a replay of a drafter with a head, which reads the states of a trace."""
 
-    def __init__(self, drafter_name: str, trace: "Trace", model: CachedLM, head: HeadLM) -> None:
+    def __init__(self, drafter_name: str, trace: "Trace", model: CachedLM, head: DraftHeadLM) -> None:
         super().__init__(drafter_name, model.d_vocab, model.tokenizer)
         self.model, self._trace, self._sites = model, trace, head.target_sites
         self._kept: tuple[int, list[Tensor]] = -1, []

@@ -24,7 +24,7 @@ from cacheprobe.engine.shapes import FEWEST_PROMPTS, Hooked, batches_prompts
 from cacheprobe.engine.sizes import require_room
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.experts import head_places
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.assemble import assemble, meta_before
 from cacheprobe.trace.recording.disk_writer import DiskWriter
@@ -47,7 +47,7 @@ class PreparedRun:
     """Whether the slow reference runs the requests."""
     draft_costs: DraftCosts | None = None
     """What passes and draft tokens cost; None without a drafter, or with one that always drafts."""
-    head: HeadLM | None = None
+    head: DraftHeadLM | None = None
     """The drafter's head; None if it has none."""
     head_editor: Editor | None = None
     """Applies the interventions on the head's layers; None without any."""

@@ -22,7 +22,7 @@ from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.conversation import assistant_turns, stop_sources
 from cacheprobe.models.feeding import require_heads
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.models.hf.masks import longrope_length
 from cacheprobe.models.paths import choose_path
 from cacheprobe.models.prompts import Chat, answer_ids_of, as_list, require_unpadded, text_of, token_ids_of
@@ -68,7 +68,7 @@ class RunPlan:
         known = {request_id: ids for request_id, (ids, _) in self._answers.items() if ids}
         return Recorder(self.model, self.recorded_capture, self.layers, self.lens, prompts, known)
 
-    def head_recorder(self, head: HeadLM) -> Recorder:
+    def head_recorder(self, head: DraftHeadLM) -> Recorder:
         """Returns a new Recorder of a draft head's rows, of all its layers, which the logit lens reads."""
         capture = replace(self.recorded_capture, phases=None, layers=None, dictionary=None)
         prompts = {r.request_id: r.prompt_token_ids for r in self.requests}

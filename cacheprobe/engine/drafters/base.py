@@ -38,7 +38,7 @@ from cacheprobe.core.records import EngineError, ObserverError, RowSlot
 from cacheprobe.core.values import repr_of_settings, whole_number
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM
 
 
 @runtime_checkable
@@ -89,7 +89,8 @@ class Drafter(Protocol):
     derived from this one must define `name` and `extend` alone.
 
     drafted_layers (optional attribute): how many layers of the verified model a draft runs; all if absent.
-    head(model) (optional method): the draft head, a HeadLM, whose passes a run records and which reads target states.
+    head(model) (optional method): the draft head, a DraftHeadLM, which reads states of the model, and whose passes a
+    run records.
     always_drafts (optional attribute): False if draft_length="adaptive" may leave out drafts that take more time than
     they save. The run then calls the drafter on a few other texts first, to measure the time. True if absent.
     """
@@ -127,7 +128,7 @@ def drafted_layers(drafter: Drafter, model: CachedLM) -> int:
     return model.n_layers if declared is None else declared
 
 
-def head_of(drafter: Drafter | None, model: CachedLM) -> HeadLM | None:
+def head_of(drafter: Drafter | None, model: CachedLM) -> DraftHeadLM | None:
     """Returns the draft head that a drafter runs for this model; None if it runs none."""
     made = getattr(drafter, "head", None)
     return None if made is None else made(model)

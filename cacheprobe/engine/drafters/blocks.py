@@ -13,7 +13,7 @@ from cacheprobe.core.records import RowSlot
 from cacheprobe.engine.drafters.base import DraftContext
 from cacheprobe.engine.drafters.chain import ChainDrafter
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM
 
 
 class Recorded(NamedTuple):
@@ -38,7 +38,7 @@ class BlockDrafter(ChainDrafter):
     """Maximum number of tokens in a draft; the head, the engine's window and draft_length may set a lower limit."""
 
     @abstractmethod
-    def read_block(self, context: DraftContext, head: HeadLM, states: Sequence[SequenceState]) -> Tensor:
+    def read_block(self, context: DraftContext, head: DraftHeadLM, states: Sequence[SequenceState]) -> Tensor:
         """Runs the head for these requests, inside `recording`. Returns logits [b, k, v] of the next k tokens of
         each."""
 
@@ -62,7 +62,7 @@ class BlockDrafter(ChainDrafter):
                 break
         return list(proposals.values())
 
-    def rows(self, head: HeadLM, states: Sequence[SequenceState], recorded: Recorded) -> list[RowSlot]:
+    def rows(self, head: DraftHeadLM, states: Sequence[SequenceState], recorded: Recorded) -> list[RowSlot]:
         """Returns the rows of a pass for `recording`, as many for each request as it may draft tokens."""
         found = []
         for b, state in enumerate(states):

@@ -15,7 +15,7 @@ from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.own_cache import OwnCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM, HeadLM
 
 _FEED_WIDTH = 64
 """Maximum number of rows of one request in a pass of the head. Longer texts take several passes."""
@@ -35,7 +35,7 @@ class ChainDrafter(Drafter, ABC):
     """Maximum number of tokens in a draft; the engine's window and draft_length may set a lower limit."""
     drafted_layers: ClassVar[int] = 0
     always_drafts: ClassVar[bool] = False
-    _heads: "WeakKeyDictionary[CachedLM, HeadLM]" = field(
+    _heads: "WeakKeyDictionary[CachedLM, DraftHeadLM]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
     _fed: "WeakKeyDictionary[SequenceState, int]" = field(
@@ -49,10 +49,10 @@ class ChainDrafter(Drafter, ABC):
             raise ValueError(f"{type(self).__name__}(length={self.length}) would draft nothing; give at least 1")
 
     @abstractmethod
-    def bind(self, model: CachedLM) -> HeadLM:
+    def bind(self, model: CachedLM) -> DraftHeadLM:
         """Returns the head for this model. Called once for each model. Raises: ValueError if it does not fit."""
 
-    def head(self, model: CachedLM) -> HeadLM:
+    def head(self, model: CachedLM) -> DraftHeadLM:
         """Returns the head for this model, whose passes a run records."""
         if model not in self._heads:
             self._heads[model] = self.bind(model)
@@ -75,6 +75,7 @@ class ChainDrafter(Drafter, ABC):
         drafting = [state for state in states if not state.draft and self._room(head, state, 0) > 0]
         if not drafting:
             return list(proposals.values())
+        assert isinstance(head, HeadLM)
         own = self._own.setdefault(head, OwnCache())
         own.make_room(head, drafting, max(len(state.token_ids) for state in drafting) + max(_FEED_WIDTH, self.length))
         newest = self._catch_up(context, head, own, drafting)
@@ -145,12 +146,12 @@ class ChainDrafter(Drafter, ABC):
             cache_rows = [own.row_of(state) for state in drafted]
             return head.run(token_ids, head.fed_back(residual)[:, None], own.cache, cache_rows, starts)[:, 0]
 
-    def _goes_on(self, head: HeadLM, state: SequenceState, drafted: Sequence[int]) -> bool:
+    def _goes_on(self, head: DraftHeadLM, state: SequenceState, drafted: Sequence[int]) -> bool:
         """Returns whether a token may follow those drafted."""
         ends = state.stop_rule.ends([*state.generated, *drafted])
         return self._room(head, state, len(drafted)) > 0 and not ends
 
-    def _room(self, head: HeadLM, state: SequenceState, num_drafted: int) -> int:
+    def _room(self, head: DraftHeadLM, state: SequenceState, num_drafted: int) -> int:
         """Returns how many tokens may still be added to a request's draft; none if 0 or less."""
         limit = min(self.length, state.num_left - 1, head.n_ctx - state.last_committed_position)
         return (limit if state.draft_cap is None else min(limit, state.draft_cap)) - num_drafted

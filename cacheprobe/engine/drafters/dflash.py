@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.heads.dflash import BlockHeadLM
 from cacheprobe.models.heads.dflash_files import load_dflash
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM
 
 
 @register("drafters", "dflash")
@@ -39,9 +39,9 @@ class DFlash(BlockDrafter):
         """Returns the head in the folder, for this model. Raises: ValueError if it does not fit the model."""
         return load_dflash(checked_folder("folder of DFlash", self.folder), model)
 
-    def read_block(self, context: DraftContext, head: HeadLM, states: Sequence[SequenceState]) -> Tensor:
+    def read_block(self, context: DraftContext, head: DraftHeadLM, states: Sequence[SequenceState]) -> Tensor:
         """Returns logits [b, B - 1, v] of the tokens after each request's newest one."""
-        head = cast(BlockHeadLM, head)
+        assert isinstance(head, BlockHeadLM)
         own = self._own.setdefault(head, OwnCache())
         own.make_room(head, states, max(len(state.token_ids) for state in states) + head.block_size)
         for part in self._unfed(states, own.cache.capacity):
@@ -58,9 +58,10 @@ class DFlash(BlockDrafter):
             residual = head.run_block(token_ids, own.cache, *places)[:, 1:]
         return head.read_out(residual.flatten(0, 1)).unflatten(0, residual.shape[:2])
 
-    def _room(self, head: HeadLM, state: SequenceState, num_drafted: int) -> int:
+    def _room(self, head: DraftHeadLM, state: SequenceState, num_drafted: int) -> int:
         """Returns how many tokens may still be added to a request's draft; none if 0 or less, or if the context has no
         room for a whole block."""
-        size = cast(BlockHeadLM, head).block_size
+        assert isinstance(head, BlockHeadLM)
+        size = head.block_size
         most = size - 1 if state.last_committed_position + size <= head.n_ctx else 0
         return min(super()._room(head, state, num_drafted), most - num_drafted)

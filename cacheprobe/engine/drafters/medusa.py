@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from cacheprobe.engine.drafters.base import DraftContext
 from cacheprobe.engine.drafters.blocks import BlockDrafter, Recorded
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.models.heads.medusa import MedusaLM, load_medusa
 
 
@@ -34,23 +34,21 @@ class Medusa(BlockDrafter):
     """Folder of the heads, in Medusa's own layout or vLLM's; see `models.heads.medusa.load_medusa`."""
     name: ClassVar[str] = "medusa"
 
-    def bind(self, model: CachedLM) -> HeadLM:
+    def bind(self, model: CachedLM) -> DraftHeadLM:
         """Returns the heads in the folder, for this model. Raises: ValueError if they do not fit the model."""
-        return cast(
-            HeadLM, load_medusa(checked_folder("folder of Medusa", self.folder), model)
-        )  # which has all that a run asks of a head
+        return load_medusa(checked_folder("folder of Medusa", self.folder), model)
 
-    def read_block(self, context: DraftContext, head: HeadLM, states: Sequence[SequenceState]) -> Tensor:
+    def read_block(self, context: DraftContext, head: DraftHeadLM, states: Sequence[SequenceState]) -> Tensor:
         """Returns logits [b, k, v] of the k heads."""
-        heads = cast(MedusaLM, head)
+        assert isinstance(head, MedusaLM)
         newest = [(state, state.last_committed_position) for state in states]
         given = torch.cat([context.target_states(state, position - 1, position) for state, position in newest])
-        rows = self.rows(head, states, Recorded(0, heads.num_heads, None))
-        with context.recording(rows, (len(states), heads.num_heads)):
-            residual = heads.run(given)
-        return heads.read_out(residual.flatten(0, 1)).unflatten(0, residual.shape[:2])
+        rows = self.rows(head, states, Recorded(0, head.num_heads, None))
+        with context.recording(rows, (len(states), head.num_heads)):
+            residual = head.run(given)
+        return head.read_out(residual.flatten(0, 1)).unflatten(0, residual.shape[:2])
 
-    def _room(self, head: HeadLM, state: SequenceState, num_drafted: int) -> int:
+    def _room(self, head: DraftHeadLM, state: SequenceState, num_drafted: int) -> int:
         """Returns how many tokens may still be added to a request's draft; none if 0 or less."""
-        most = cast(MedusaLM, head).num_heads
-        return min(super()._room(head, state, num_drafted), most - num_drafted)
+        assert isinstance(head, MedusaLM)
+        return min(super()._room(head, state, num_drafted), head.num_heads - num_drafted)

@@ -14,9 +14,17 @@ from cacheprobe.models.base import CachedLM, ModelError, StateSink
 from cacheprobe.models.heads.module import HeadModule
 from cacheprobe.models.hf.lm import Head
 from cacheprobe.models.plain.lm import PlainLM
+from cacheprobe.models.plain.sites import PlainSites
 
 
-class HeadLM(PlainLM):
+class DraftHeadLM(PlainSites):
+    """Describes a draft head as a CachedLM, whose passes a run records. Subclasses say how its passes run."""
+
+    target_sites: tuple[tuple[str, int], ...]
+    """(site, layer) of the target's states that it reads."""
+
+
+class HeadLM(PlainLM, DraftHeadLM):
     """Runs a draft head as a CachedLM: its layers, counted from 0, have the sites of a model's layers, and its logits
     are over the target model's vocabulary.
 

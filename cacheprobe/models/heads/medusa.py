@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from cacheprobe.kvcache.staged import StagedCache
-from cacheprobe.models.base import CachedLM, ModelError
+from cacheprobe.models.base import CachedLM, HeadWriter, ModelError
 from cacheprobe.models.heads.files import HeadFiles, open_head
+from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.models.hf.lm import Head
-from cacheprobe.models.plain.sites import PlainSites
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 from cacheprobe.models.settings import one_at_a_time
 
@@ -72,7 +72,7 @@ def beside(own: Tensor) -> Tensor:
     return own.mT.diag_embed().permute(0, 2, 3, 1).flatten(2)
 
 
-class MedusaLM(PlainSites):
+class MedusaLM(DraftHeadLM):
     """Runs k Medusa heads over the target's state of one position, as a model whose rows are the heads. From the state
     of position i, head j (from 0) drafts the token of position i + 2 + j.
 
@@ -119,6 +119,10 @@ class MedusaLM(PlainSites):
     def whole_forward(self, token_ids: Tensor) -> Tensor:
         """Raises: ModelError, because the heads read states of their target, and no tokens."""
         raise ModelError(f"{self.name} reads states of its target, and no tokens; call run(states)")
+
+    def head_writer(self, layer: int) -> HeadWriter:
+        """Raises: ModelError, because there are no attention heads."""
+        raise ModelError(f"{self.name} has no attention; choose another site than z")
 
     def cache_layers(self) -> tuple[Sequence[tuple[int, int, int]], Sequence[torch.device]]:
         """Returns shapes without keys and values for each layer, and their device."""

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from cacheprobe.core.records import HEAD_PHASE, Finished, ForwardRecord, Observer, RowSlot, StepRecord
 from cacheprobe.edits.interventions.editor import Editor, TokenSlot
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.trace.recording.recorder import Recorder
 
 
@@ -16,7 +16,7 @@ class HeadPasses(Observer):
     A row of a committed token is recorded once, also if the head computes it again after a preemption.
     """
 
-    def __init__(self, head: HeadLM, recorder: Recorder, editor: Editor | None, newest: Mapping[int, int]) -> None:
+    def __init__(self, head: DraftHeadLM, recorder: Recorder, editor: Editor | None, newest: Mapping[int, int]) -> None:
         """recorder: of the head as its model.  editor: of the interventions on the head's layers; None without any.
         newest: of a run that goes on, see `newest`."""
         self.head, self.recorder, self._editor = head, recorder, editor
