@@ -8,8 +8,10 @@ from cacheprobe.cli.flags import fill, with_flags
 from cacheprobe.training.settings import (
     DictionarySettings,
     DraftHeadSettings,
+    Eagle3Settings,
     EvaluationSettings,
     LoraSettings,
+    MtpSettings,
     TunedLensSettings,
 )
 
@@ -206,3 +208,73 @@ def draft_head(
         f"{about['num_states']} states; on held-out requests the head has the model's likeliest token in "
         f"{about['held_out_acceptance']:.1%}, untrained in {about['untrained_acceptance']:.1%}\nhead: {out}"
     )
+
+
+@train.command(config=fill)
+@with_flags
+def eagle3(
+    *,
+    config: Path | None = None,
+    run: Path | None = None,
+    model: str = "smollm2-135m",
+    out: Path = Path("runs/eagle3"),
+    seeds: int = 1,
+    settings: Eagle3Settings,
+    progress: bool = True,
+) -> None:
+    """Train EAGLE-3 draft heads on states of the model, and compare their drafts with early exit and prompt lookup.
+
+    Parameters
+    ----------
+    config
+        A YAML file of settings, named as these flags are; flags override them.
+    run
+        Directory of a saved run that kept S of the head's layers and of the last one. By default the model answers the
+        tasks' prompts, and the run is stored in out/run.
+    model
+        smollm2-135m, gemma-3-270m, a hub name or a local directory; it is loaded in float32, or in the run's dtype.
+    out
+        Directory for the run and the heads: out/seed-0, which cp.drafters.Eagle3 loads, and so on.
+    seeds
+        Number of heads, whose seeds count up from --seed.
+    progress
+        Show progress.
+    """
+    from cacheprobe.cli.train_heads import train_heads
+
+    print(train_heads(run, model, out, seeds, settings, progress))
+
+
+@train.command(config=fill)
+@with_flags
+def mtp(
+    *,
+    config: Path | None = None,
+    run: Path | None = None,
+    model: str = "smollm2-135m",
+    out: Path = Path("runs/mtp"),
+    seeds: int = 1,
+    settings: MtpSettings,
+    progress: bool = True,
+) -> None:
+    """Train modules for multi-token prediction (MTP) on states of the model, and compare their drafts with others'.
+
+    Parameters
+    ----------
+    config
+        A YAML file of settings, named as these flags are; flags override them.
+    run
+        Directory of a saved run that kept S of the last layer. By default the model answers the tasks' prompts, and
+        the run is stored in out/run.
+    model
+        smollm2-135m, gemma-3-270m, a hub name or a local directory; it is loaded in float32.
+    out
+        Directory for the run and the modules: out/seed-0, which cp.drafters.MTP(folder=...) loads, and so on.
+    seeds
+        Number of modules, whose seeds count up from --seed.
+    progress
+        Show progress.
+    """
+    from cacheprobe.cli.train_heads import train_heads
+
+    print(train_heads(run, model, out, seeds, settings, progress))

@@ -12,6 +12,7 @@ from cacheprobe.core.values import Json
 from cacheprobe.engine.drafters.draft_head import DraftHead, next_states
 from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.base import CachedLM
+from cacheprobe.training.heads import held_out_prompts, model_of_trace
 from cacheprobe.training.loop import Loop, TrainingProgress
 from cacheprobe.training.settings import DraftHeadSettings
 
@@ -43,12 +44,7 @@ def train_draft_head(
     require_usable_process(is_computing=True)
     if out is not None and out.exists():
         raise ValueError(f"{out} exists; choose another file")
-    model = trace.model
-    if model is None:
-        raise ValueError("this trace was loaded without its model; use cp.load_trace(dir, model)")
-    here, there = model.fingerprint().get("weights_sha256"), trace.fingerprint.get("weights_sha256")
-    if here != there:
-        raise ValueError(f"the run was made with weights {there}, {model.name} has {here}; load the run's model")
+    model = model_of_trace(trace)
     generator = torch.Generator().manual_seed(settings.seed)
     trained, held = _split(trace, model, settings, generator)
     if len(trained.states) < settings.batch:
@@ -99,11 +95,7 @@ def _split(
     trace: "Trace", model: CachedLM, settings: DraftHeadSettings, generator: torch.Generator
 ) -> tuple[Pairs, Pairs]:
     """Returns the pairs of (training, held-out) requests. Requests of equal prompts are on one side."""
-    prompts = list(dict.fromkeys(request.prompt_token_ids for request in trace.requests))
-    if len(prompts) < 2:
-        raise ValueError("the trace has one prompt, so none can be held out; run at least two")
-    count = min(max(1, round(settings.held_out * len(prompts))), len(prompts) - 1)
-    held = {prompts[i] for i in torch.randperm(len(prompts), generator=generator)[:count].tolist()}
+    held = held_out_prompts(trace, settings.held_out, generator)
     sides: tuple[list[Pairs], list[Pairs]] = ([], [])
     last = model.n_layers - 1
     for request in trace.requests:

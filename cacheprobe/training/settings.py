@@ -234,3 +234,66 @@ class DraftHeadSettings(TrainingSettings):
         require_settings(self, above_zero)
         if not self.held_out < 1:
             raise ValueError(f"held_out is a share and must be below 1, got {self.held_out}")
+
+
+@dataclass(frozen=True)
+class HeadSettings(TrainingSettings):
+    """Holds the settings of a draft head's training on target states, and of the run that gives these. The docstrings
+    of the fields are the help of `cacheprobe train eagle3` and `train mtp`."""
+
+    texts: int = 512
+    """Texts that the model writes, if no run is given: continuations of the tasks' prompts, every second one sampled at
+    temperature 1, the others greedy."""
+    new_tokens: int = 96
+    """Tokens of a continuation, at most."""
+    steps: int = 320
+    """Steps of the training."""
+    batch: int = 8
+    """Texts in a step, drawn anew."""
+    chain: int = 3
+    """Tokens of a chain: the head learns to draft so many, the later ones from its own states."""
+    learning_rate: float = 1e-3
+    """Highest learning rate."""
+    warmup_steps: int = field(default=20, metadata=NO_FLAG)
+    """Steps until the highest learning rate, which then falls linearly to zero."""
+    max_grad_norm: float = field(default=0.5, metadata=NO_FLAG)
+    held_out: float = 0.1
+    """Share of the prompts that are never trained on."""
+    seed: int = 0
+    """Seed of the weights, of the order of the texts, and of which prompts are held out."""
+
+    def __post_init__(self) -> None:
+        above_zero = ("texts", "new_tokens", "steps", "batch", "chain", "learning_rate", "max_grad_norm", "held_out")
+        require_settings(self, above_zero)
+        if not self.held_out < 1:
+            raise ValueError(f"held_out is a share and must be below 1, got {self.held_out}")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Returns the learning rate of step number `step`, from 0: a linear warm-up, then a line to zero."""
+        return self.learning_rate * min((step + 1) / (self.warmup_steps + 1), 1 - step / self.steps)
+
+
+@dataclass(frozen=True)
+class Eagle3Settings(HeadSettings):
+    """Holds the settings of an EAGLE-3 head's training."""
+
+    draft_vocab: int = 8192
+    """Tokens that the head can draft: the most frequent ones of the texts."""
+    layer_ids: tuple[int, ...] | None = None
+    """Blocks whose inputs the head reads, counted from 0; by default 2, n/2 and n - 3 of n, as EAGLE-3 does."""
+    norm_output: bool = False
+    """Feed back the state after the head's last norm, as EAGLE-3.1 does, not the one before it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_number("draft_vocab", self.draft_vocab, at_least=1)
+
+
+@dataclass(frozen=True)
+class MtpSettings(HeadSettings):
+    """Holds the settings of an MTP module's training."""
+
+    steps: int = 200
+    """Steps of the training."""
+    chain: int = 1
+    """Tokens of a chain: 1, as published modules are trained. With more, the later ones follow from its own states."""

@@ -21,6 +21,7 @@ from cacheprobe.lenses.tuned import TunedLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.feeding import continue_texts, feed
 from cacheprobe.models.paths import choose_path
+from cacheprobe.models.prompts import Chat
 from cacheprobe.tasks import Boxes, CoinFlip, Permutations, Variables
 from cacheprobe.training.loop import Loop, StepReport, TrainingProgress
 from cacheprobe.training.settings import TunedLensSettings
@@ -54,9 +55,11 @@ def write_texts(
     return torch.cat(parts)
 
 
-def task_prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[tuple[int, ...]]:
+def task_prompts(
+    model: CachedLM, num_texts: int, seed: int, part: str, *, in_chat: bool = False
+) -> list[tuple[int, ...]]:
     """Returns a list of `num_texts` prompts as token ids, taken from the tasks in turn. A model without a tokenizer
-    gets prompts of 1 to 8 random tokens."""
+    gets prompts of 1 to 8 random tokens. in_chat: put each into the chat template of the tokenizer, if it has one."""
     rng = Random(f"tuned-lens prompts/{part}/{seed}")
     if model.tokenizer is None:
         return [tuple(rng.randrange(model.d_vocab) for _ in range(1 + i % 8)) for i in range(num_texts)]
@@ -64,8 +67,10 @@ def task_prompts(model: CachedLM, num_texts: int, seed: int, part: str) -> list[
     prompts = []
     for i in range(num_texts):
         example = tasks[i % len(tasks)].examples(1, rng.getrandbits(31))[0]
-        text = example.prompt_text(model.tokenizer)
-        prompts.append(model.encode(text, add_special_tokens=not getattr(example, "chat", False)))
+        text, is_chat = example.prompt_text(model.tokenizer), getattr(example, "chat", False)
+        if in_chat and not is_chat and getattr(model.tokenizer, "chat_template", None):
+            text, is_chat = Chat([{"role": "user", "content": text}]).prompt_text(model.tokenizer), True
+        prompts.append(model.encode(text, add_special_tokens=not is_chat))
     return prompts
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cacheprobe.models.heads.module import HeadModule
+
 _OUTPUTS = ("o_proj", "dense", "c_proj")
 
 
@@ -49,3 +51,27 @@ def heads_slowly(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[tuple
     for handle in handles:
         handle.remove()
     return seen | {("pattern", layer): pattern[0] for layer, pattern in enumerate(out.attentions)}
+
+
+def chain_losses_slowly(
+    module: HeadModule, token_ids: Tensor, states: Tensor, probs: Tensor, first: int, chain: int
+) -> list[list[Tensor]]:
+    """Losses of one text by step of the chains, in nats: each chain alone, without a cache, and for each of its tokens
+    one causal forward over all rows before.
+
+    token_ids: [t + 1].  states: [t, l, m].  probs: [t, v], the target's over the head's vocabulary, after each
+    position.  first: the first position after which a token was generated.
+    """
+    losses: list[list[Tensor]] = [[] for _ in range(chain)]
+    length = len(states)
+    for i in range(length):
+        given = list(module.entering(states[: i + 1]))
+        for k in range(min(chain, length - 1 - i)):
+            module.given = torch.stack(given)[None]
+            residual = module.residual(token_ids[None, 1 : i + 2 + k])[0, -1]
+            module.given = None
+            if i + 1 + k >= first:
+                logits = module.lm_head(module.model.norm(residual))
+                losses[k].append(-(probs[i + 1 + k] * logits.log_softmax(-1)).sum())
+            given.append(module.fed_back(residual))
+    return losses

@@ -1,6 +1,7 @@
 """Defines MTP, a drafter that runs the multi-token-prediction module of the model's own checkpoint."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from cacheprobe.core.registry import register
@@ -25,6 +26,8 @@ class MTP(ChainDrafter):
 
     model: CachedLM | None = None
     """The verified model, or None for that of the run. Given, a model without such a module is refused at once."""
+    folder: "str | Path | None" = None
+    """Folder of a module that `cacheprobe train mtp` wrote, or None for the module in the model's own files."""
     name: ClassVar[str] = "mtp"
 
     def __post_init__(self) -> None:
@@ -40,7 +43,7 @@ class MTP(ChainDrafter):
         Raises: ModelError as `load_mtp`; ValueError if the drafter was given another model.
         """
         if self.model is None or self.model is model:
-            return load_mtp(model)
+            return load_mtp(model, self.folder)
         if live_model(self.model) is not live_model(model):
             raise ValueError(
                 f"MTP holds the module of {self.model.name}, and the run is of {model.name}; leave out model="

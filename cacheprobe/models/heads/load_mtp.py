@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError
@@ -66,21 +67,21 @@ def _layouts(num_layers: int) -> tuple[_Layout, ...]:
     )
 
 
-def load_mtp(model: CachedLM) -> HeadLM:
+def load_mtp(model: CachedLM, folder: "str | Path | None" = None) -> HeadLM:
     """Returns the MTP module in the files of a loaded model, as a HeadLM over the last state of that model.
 
-    The files are those of the folder or hub name that the model was loaded from. Embedding, final norm, rotation and
-    unembedding are the model's own modules.
+    The files are those of the folder or hub name that the model was loaded from, or those of another folder, where the
+    module may stand alone. Embedding, final norm, rotation and unembedding are the model's own modules.
     Raises: ModelError for a model without files, without an MTP module or with several, for pickled or quantised
     weights, missing tensors and wrong shapes, and for a model inside a bridge or on several devices.
     """
-    plain = _usable(getattr(model, "plain", None) or model)  # of a BridgeLM, the PlainLM with the same weights
+    plain = usable(getattr(model, "plain", None) or model)  # of a BridgeLM, the PlainLM with the same weights
     live: LiveModule = plain.live
-    source = str(live.config.name_or_path or "")
+    source = str(folder or live.config.name_or_path or "")
     layout = _find_layout(plain.name, live.config, plain.n_layers, _keys(plain.name, source))
     stand_in = copy.copy(live)  # the same modules under another config: that of `live` must stay as it is
-    stand_in.config = _config_with_module(live.config)
-    stand_in.config.dtype = plain.dtype
+    stand_in.config = config_with_module(live.config)
+    stand_in.config.dtype, stand_in.config.name_or_path = plain.dtype, source
     stand_in._keys_to_ignore_on_load_unexpected = [f"^{re.escape(layout.start)}"]  # MtpModel reads these keys
     try:
         with without_progress_bars():
@@ -94,7 +95,7 @@ def load_mtp(model: CachedLM) -> HeadLM:
     return HeadLM(module, plain, f"{plain.name} MTP", [("S", plain.n_layers - 1)], note=note)
 
 
-def _usable(model: CachedLM) -> PlainLM:
+def usable(model: CachedLM) -> PlainLM:
     """Returns the model. Raises: ModelError if an MTP module cannot share its modules."""
     if not isinstance(model, PlainLM) or bridge_around(model.live) is not None:
         raise ModelError(
@@ -151,7 +152,7 @@ def _find_layout(name: str, config: LiveConfig, num_layers: int, keys: Collectio
     return found
 
 
-def _config_with_module(config: LiveConfig) -> LiveConfig:
+def config_with_module(config: LiveConfig) -> LiveConfig:
     """Returns a copy of a model's config that says that there is one MTP module. Unless the config says otherwise, it
     has full attention, and experts if the model has layers with them."""
     changed = copy.deepcopy(config)
