@@ -1,0 +1,225 @@
+"""Does a draft head's attention drift, and does the drift, or the verified model's state, explain rejected drafts?
+
+Source: Eldenk et al. 2026 (arXiv 2605.09992): along a chain, EAGLE-3 and MTP heads move attention from the prompt's
+first tokens to their own, and their un-normed state grows; feeding the state after the norm limits the growth.
+Two questions of our own. At one step of the chain, does drift tell accepted from rejected drafts, beyond the head's
+margin, and beyond the divergence from the verified model? And where a draft was rejected, does a linear future lens
+(arXiv 2311.04897) read the committed token from the states that the head was given?
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+import cacheprobe as cp
+from cacheprobe.core.registry import register
+from cacheprobe.lenses.probes.ridge import group_folds
+from cacheprobe.lenses.probes.rollback_prediction import auroc, resampled_auroc
+from cacheprobe_analyses.findings.draft_records import JUDGED, SHARES, draft_rows
+from cacheprobe_analyses.findings.finding import Advance, Finding, Measured, Published
+from cacheprobe_analyses.findings.future_lens import LENSES, lens_ranks
+
+STEPS = 4
+"""Tokens of a draft."""
+FOLDS, RESAMPLES, LEAST = 5, 500, 25
+"""LEAST: with fewer accepted or rejected drafts, no AUROC is defined."""
+KNOWN, DRIFT = ["margin", "entropy", "logprob"], ["sink", "own", "norm"]
+
+
+def _step_lines() -> tuple[Published, ...]:
+    """Returns the lines on accepted and rejected drafts, by chain step."""
+    said = {
+        "known": "AUROC of accepted drafts, by margin, entropy and log-probability",
+        "drift": "the same, by drift alone: sink, own rows, norm",
+        "gain": "gain by drift added to margin, entropy and log-probability",
+        "gain_low": "the same, lower end of its 95 % interval over requests",
+        "gain_high": "the same, upper end",
+        "kl": "AUROC with the KL divergence from the model added",
+        "gain_kl": "gain by drift added to these four",
+        "gain_heads": "gain by sink and own rows of each attention head, added to the first three",
+        "shuffled": "control: gain by drift of other drafts of this step",
+    }
+    return tuple(Published(f"{key}_{k}", f"step {k}: {text}") for k in range(1, STEPS + 1) for key, text in said.items())
+
+
+def _lens_lines() -> tuple[Published, ...]:
+    """Returns the lines on what the future lens reads."""
+    by = {
+        "given": "future lens on all that the head is given", "state": "on its highest state alone",
+        "token": "control: on the newest token's embedding alone", "shuffled": "control: fitted to states of other places",
+        "frequency": "control: the most frequent tokens", "head": "the head itself",
+    }  # fmt: skip
+    return (
+        *(Published(f"{end}_rejected_{key}", f"rejected drafts: committed token {place}, {text}")
+          for end, place in (("top1", "first"), ("top5", "among five")) for key, text in by.items()),
+        *(Published(f"top1_{of}_{key}", f"{of} drafts: committed token first, {text}")
+          for of in ("accepted", "judged") for key, text in by.items()),
+        *(Published(f"top1_step_{k}", f"rejected at step {k}: committed token first, {by['given']}")
+          for k in range(1, STEPS + 1)),
+        Published("unknown", "rejected drafts: committed token outside the head's vocabulary"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A seed draws other prompts, and reads other heads, one as EAGLE-3 and one with norm_output; the model is the
+    same. Half of the prompts are of tasks, half are texts that the model wrote."""
+
+    model: str = "smollm2-135m"
+    heads: str = "runs/heads"
+    """Folder with a head's folder for each seed, SEED and SEED-norm; what is missing is trained and kept there. If
+    empty, heads are trained anew, and not kept."""
+    prompts: int = 96
+    prompt_tokens: int = 48
+    """Of a text that the model wrote."""
+    new_tokens: int = 48
+    texts: int = 768
+    """Texts that a missing head is trained on."""
+    steps: int = 400
+    """Training steps of a missing head."""
+
+
+@register("findings", "attention-drift")
+class AttentionDrift(Finding):
+    """Attention and norm along the chains of EAGLE-3 heads, and what tells rejected from accepted drafts."""
+
+    question = "Does a draft head's attention drift, and does that explain rejected drafts?"
+    paper = "Eldenk et al. 2026, arXiv 2605.09992; Pal et al. 2023, arXiv 2311.04897"
+    published = (
+        Published("sink_falls", f"weight on the sink, step 1 less step {STEPS}", above=0),
+        Published("own_excess", "weight on own rows, last step, less that on as many newest rows at step 1", above=0),
+        Published("norm_grows", "norm of the state, last step over step 1, less 1", above=0),
+        Published("norm_limited", "the same, less that of a head with norm_output", above=0),
+        Published("sink_falls_norm", "norm_output: weight on the sink, step 1 less the last"),
+        Published("own_excess_norm", "norm_output: weight on own rows, less that on as many newest rows at step 1"),
+        Published("norm_grows_norm", "norm_output: norm of the state, last step over step 1, less 1"),
+        *(Published(f"{name}{end}_{k}", f"{'norm_output: ' if end else ''}{name}, step {k}")
+          for end in ("", "_norm") for name in ("sink", "own", "norm") for k in (1, STEPS)),
+        Published("accepted", "share of judged draft tokens that were accepted"),
+        Published("accepted_norm", "norm_output: the same"),
+        *_step_lines(),
+        *(Published(f"gain_norm_{k}", f"norm_output, step {k}: gain by drift") for k in range(1, STEPS + 1)),
+        *_lens_lines(),
+    )  # fmt: skip
+    presets = {
+        "tiny": Settings("tiny", "", 12, 6, 24, 8, 2),
+        "small": Settings(heads="", prompts=16, new_tokens=24, texts=64, steps=20),
+        "full": Settings(),
+    }
+
+    def steps(self, settings: Settings) -> int:
+        return 2
+
+    def measure(self, settings: Settings, seed: int, advance: Advance) -> Measured:
+        from cacheprobe_analyses.findings.draft_heads import drafted_trace
+
+        values, points = {}, []
+        for name, end in (("as EAGLE-3", ""), ("norm_output", "_norm")):
+            trace = drafted_trace(settings, seed, bool(end))
+            drafts = draft_rows(trace)
+            found, lines = drift(drafts)
+            told = told_apart(drafts, seed)
+            values |= {f"{key}{end}": value for key, value in found.items()}
+            if end:
+                values |= {f"gain_norm_{k}": told[f"gain_{k}"] for k in range(1, STEPS + 1)}
+            else:
+                values |= told | _read_by_lenses(trace, drafts, seed)
+            points += [dict(head=name, **line, known=told[f"known_{k}"], both=told[f"known_{k}"] + told[f"gain_{k}"])
+                       for k, line in enumerate(lines, start=1)]  # fmt: skip
+            advance(1)
+        return Measured(values, [{k: v if isinstance(v, str | int) else round(v, 5) for k, v in p.items()} for p in points])
+
+    def figure(self, points: list[dict[str, Any]]) -> Any:
+        return cp.plots.drift_figure(pd.DataFrame(points))
+
+
+def drift(drafts: pd.DataFrame) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Returns the values on drift, and a line for each chain step with the mean shares and norm. All drafts of full
+    length count, judged or not: so the steps are of the same chains."""
+    whole = drafts.assign(start=drafts.position - drafts.chain_step)
+    whole = whole[whole.groupby(["request_id", "start"]).chain_step.transform("max") == STEPS]
+    means = whole.groupby("chain_step")[[*SHARES, "norm"]].mean()
+    first, last = means.loc[1], means.loc[STEPS]
+    newest = float(whole[f"newest_{STEPS - 1}"].mean())
+    judged = drafts[drafts.verdict.isin(JUDGED)]
+    values = {"sink_falls": first.sink - last.sink, "own_excess": last.own - newest,
+              "norm_grows": last.norm / first.norm - 1, "accepted": (judged.verdict == "accepted").mean()}  # fmt: skip
+    values |= {f"{name}_{k}": means.loc[k, name] for name in ("sink", "own", "norm") for k in (1, STEPS)}
+    return {key: float(one) for key, one in values.items()}, means.reset_index().to_dict("records")
+
+
+def told_apart(drafts: pd.DataFrame, seed: int) -> dict[str, float]:
+    """Returns, for each chain step, the values of `_step_lines` on held-out requests, and the numbers of drafts. NaN if
+    a step has too few accepted or rejected drafts. Unverified drafts are left out."""
+    keys = [line.key for line in _step_lines()]
+    values = dict.fromkeys(keys, float("nan"))
+    draw = np.random.default_rng(seed)
+    for k in range(1, STEPS + 1):
+        own = drafts[(drafts.chain_step == k) & drafts.verdict.isin(JUDGED)]
+        labels = (own.verdict == "accepted").to_numpy(int)
+        values |= {f"accepted_{k}": float(labels.sum()), f"rejected_{k}": float(len(labels) - labels.sum())}
+        if min(labels.sum(), len(labels) - labels.sum()) < LEAST or own.group.nunique() < FOLDS:
+            continue
+        folds = group_folds(own.group, FOLDS, seed)
+        known, by_drift = with_products(own[KNOWN].to_numpy(float)), own[DRIFT].to_numpy(float)
+        kl = np.hstack([known, np.log(own[["kl"]].to_numpy(float).clip(1e-6))])
+        heads = own.filter(regex=r"^(sink|own)_\d+$").to_numpy(float)
+        inputs = {"known": known, "drift": by_drift, "both": np.hstack([known, by_drift]), "kl": kl,
+                  "kl_both": np.hstack([kl, by_drift]), "heads": np.hstack([known, heads]),
+                  "shuffled": np.hstack([known, draw.permutation(by_drift)])}  # fmt: skip
+        scores = {name: held_out_logits(one, labels, folds) for name, one in inputs.items()}
+        at = {name: auroc(one, labels) for name, one in scores.items()}
+        pair = resampled_auroc([scores["known"], scores["both"]], labels, own.group.to_numpy(), RESAMPLES, seed)
+        low, high = np.nanpercentile(pair[:, 1] - pair[:, 0], [2.5, 97.5])
+        found = {"known": at["known"], "drift": at["drift"], "gain": at["both"] - at["known"], "gain_low": low,
+                 "gain_high": high, "kl": at["kl"], "gain_kl": at["kl_both"] - at["kl"],
+                 "gain_heads": at["heads"] - at["known"], "shuffled": at["shuffled"] - at["known"]}  # fmt: skip
+        values |= {f"{key}_{k}": float(one) for key, one in found.items()}
+    return values
+
+
+def with_products(features: np.ndarray) -> np.ndarray:
+    """Returns features [n, f] with the products of each two of them, and squares: drift then gains nothing by standing
+    for a bend of the margin."""
+    left, right = np.triu_indices(features.shape[1])
+    centred = features - features.mean(0)
+    return np.hstack([features, centred[:, left] * centred[:, right]])
+
+
+def held_out_logits(features: np.ndarray, labels: np.ndarray, folds: np.ndarray, penalty: float = 1.0) -> np.ndarray:
+    """Returns the logits [n] of logistic regressions, each fitted outside the fold that it scores, on features [n, f]
+    scaled to mean 0 and deviation 1. penalty: of half the squared weights, by Newton's method.
+
+    Twin: tests.analyses.test_attention_drift: scikit-learn's LogisticRegression, close(1e-4).
+    """
+    out = np.empty(len(labels))
+    for fold in np.unique(folds):
+        own = folds == fold
+        mean, scale = features[~own].mean(0), features[~own].std(0)
+        scaled = np.hstack([(features - mean) / np.where(scale > 1e-9, scale, 1), np.ones((len(features), 1))])
+        train, wanted, weights = scaled[~own], labels[~own], np.zeros(scaled.shape[1])
+        shrink = np.diag([penalty] * features.shape[1] + [1e-9])
+        for _ in range(30):
+            chance = 1 / (1 + np.exp(-np.clip(train @ weights, -30, 30)))
+            hessian = (train * (chance * (1 - chance))[:, None]).T @ train + shrink
+            weights = weights - np.linalg.solve(hessian, train.T @ (chance - wanted) + shrink @ weights)
+        out[own] = scaled[own] @ weights
+    return out
+
+
+def _read_by_lenses(trace: Any, drafts: pd.DataFrame, seed: int) -> dict[str, float]:
+    """Returns the values of `_lens_lines`; NaN where no draft is of the kind."""
+    judged = drafts[drafts.verdict.isin(JUDGED)]
+    ranks = lens_ranks(trace, judged, STEPS, FOLDS, seed).assign(head=judged["rank"])
+    is_rejected = judged.verdict == "rejected"
+    values = {"unknown": float((~judged.is_known[is_rejected].astype(bool)).mean())}
+    for key in (*LENSES, "frequency", "head"):
+        of_kind = {"rejected": ranks[key][is_rejected], "accepted": ranks[key][~is_rejected], "judged": ranks[key]}
+        values |= {f"top1_{of}_{key}": float((own == 0).mean()) for of, own in of_kind.items()}
+        values[f"top5_rejected_{key}"] = float((of_kind["rejected"] < 5).mean())
+    for k in range(1, STEPS + 1):
+        values[f"top1_step_{k}"] = float((ranks.given[is_rejected & (judged.chain_step == k)] == 0).mean())
+    return values
