@@ -16,6 +16,7 @@ from cacheprobe.views.diagrams.windows import Window, accepted_whole, find_windo
 from cacheprobe.views.findings import (
     carried_figure,
     coin_rows_figure,
+    drift_figure,
     forcing_figure,
     perplexity_figure,
     simplex_figure,
@@ -52,6 +53,7 @@ __all__ = [
     "decoded_diagram",
     "disagreement_figure",
     "draft_verdicts",
+    "drift_figure",
     "final_choice_figure",
     "find_windows",
     "flip_grid",

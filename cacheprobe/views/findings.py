@@ -99,6 +99,39 @@ def simplex_figure(table: pd.DataFrame) -> go.Figure:
     return figure
 
 
+_PARTS = {"sink": STATUS_STYLES["committed"]["color"], "own": STATUS_STYLES["rolled_back"]["color"]}
+_HEADS = {"as EAGLE-3": "solid", "norm_output": "dot"}
+
+
+def drift_figure(table: pd.DataFrame) -> go.Figure:
+    """Returns a plotly figure of three panels by chain step, with a line style for each draft head: the share of
+    attention on the sink (the head's first row) and on the chain's own rows; the norm of the un-normed state; and the
+    AUROC of accepted drafts, by margin and entropy alone and with these measures of drift added.
+
+    table: lines with head (as EAGLE-3, norm_output), chain_step, sink, own, norm, known and both.
+    Raises: ValueError for an empty table.
+    """
+    require_lines(table, "there is nothing to draw; give some chain steps")
+    panel_of = {"sink": 1, "own": 1, "norm": 2, "known": 3, "both": 3}
+    colors = {**_PARTS, "norm": "#7c5fbd", "known": GREY, "both": "#2b6cb0"}
+    names = {"sink": "sink", "own": "own rows", "known": "margin, entropy", "both": "with drift"}
+    figure = panels(["share of attention", "norm of the state", "AUROC of accepted drafts"])
+    for head, dash in _HEADS.items():
+        own = table[table["head"] == head].sort_values("chain_step")
+        for column, panel in panel_of.items() if len(own) else ():
+            name = f"{names.get(column, column)}, {head}"
+            style = {"color": colors[column], "dash": dash}
+            hover = f"{name}, chain step %{{x}}: %{{y:.3f}}"
+            curve(figure, own, column, name, hover, style, "chain_step", row=1, col=panel)
+    steps = table[table["head"] == "as EAGLE-3"].sort_values("chain_step")
+    first, last = steps.iloc[0], steps.iloc[-1]
+    title = f"From chain step {first.chain_step} to {last.chain_step}: sink {first.sink:.2f} to {last.sink:.2f}, own "
+    title += f"rows {first.own:.2f} to {last.own:.2f}, norm times {last.norm / first.norm:.2f}"
+    set_layout(figure, title, 420, top=90)
+    figure.update_xaxes(title="chain step", dtick=1)
+    return figure
+
+
 _TREATMENTS = {
     "other coin": {"color": STATUS_STYLES["committed"]["color"]},
     "own again": {"color": "#2b6cb0", "dash": "dot"},

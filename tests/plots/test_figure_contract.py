@@ -136,6 +136,13 @@ def read_twice() -> pd.DataFrame:
     return pd.DataFrame([dict(lens=k, layer=i, perplexity=p) for k, of in known.items() for i, p in enumerate(of)])
 
 
+def drifting() -> pd.DataFrame:
+    """Two steps of a chain, of both kinds of head."""
+    lines = [(1, 0.6, 0.0, 100.0), (2, 0.2, 0.5, 150.0)]
+    return pd.DataFrame([dict(head=head, chain_step=k, sink=sink, own=own, norm=norm, known=0.8, both=0.81)
+                         for head in ("as EAGLE-3", "norm_output") for k, sink, own, norm in lines])  # fmt: skip
+
+
 def beliefs() -> pd.DataFrame:
     """A certain belief, drawn where it is and at another corner."""
     exact = dict(a=1.0, b=0.0, c=0.0)
@@ -163,6 +170,7 @@ SAMPLES: dict[str, Callable[[], tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]
         (t := by_layer(drafter="ngram", control=0.2, rejected=7, nats=0.1)), t.assign(share=0.1), {},
     ),
     "draft_verdicts": lambda: ((t := trace().hypotheses()), t.assign(layer=2 - t.layer), {}),
+    "drift_figure": lambda: ((t := drifting()), t.assign(norm=100.0, sink=0.5), {}),
     "final_choice_figure": lambda: ((t := by_layer(kind="answer", chance=0.1, rows=9)), t.assign(share=0.1), {}),
     "flip_grid": lambda: ((t := edited()), t.assign(flips=False), {}),
     "forcing_figure": lambda: ((t := forced()), t.assign(kl=0.4), {}),
@@ -235,6 +243,7 @@ NAMED: dict[str, Callable[[pd.DataFrame, pd.DataFrame], tuple[str, str]]] = {
     "column_figure": lambda t, o: ("share by layer: from 0.1 to 0.4", "share by layer: from 0.3 to 0.3"),
     "disagreement_figure": lambda t, o: ("the rejected token likelier: ngram until layer 1", "committed token leads"),
     "draft_verdicts": lambda t, o: ("committed token leads from layer 2", "draft leads up to the last layer"),
+    "drift_figure": lambda t, o: ("sink 0.60 to 0.20, own rows 0.00 to 0.50, norm times 1.50", "norm times 1.00"),
     "final_choice_figure": lambda t, o: ("answer from layer 1", "No layer has half"),
     "flip_grid": lambda t, o: (
         "2 of 3 edits make the verifier choose", "closest: zero at S (residual stream) of layer 1 (+0.50 nats)",
