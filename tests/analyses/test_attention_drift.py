@@ -13,7 +13,7 @@ from cacheprobe.lenses.probes.ridge import group_folds
 from cacheprobe.ops.equality import close
 from cacheprobe_analyses.findings import attention_drift, future_lens
 from cacheprobe_analyses.findings.attention_drift import DRIFT, KNOWN, STEPS, AttentionDrift, drift, told_apart
-from cacheprobe_analyses.findings.draft_heads import drafted_trace
+from cacheprobe_analyses.findings.draft_heads import drafted_traces
 from cacheprobe_analyses.findings.draft_records import JUDGED, SHARES, draft_rows
 from cacheprobe_analyses.findings.future_lens import PENALTY, future_states, lens_ranks
 
@@ -21,7 +21,7 @@ from cacheprobe_analyses.findings.future_lens import PENALTY, future_states, len
 @cache
 def trace() -> cp.Trace:
     """A run of a tiny model with a tiny head."""
-    return drafted_trace(AttentionDrift.presets["tiny"], 0, False)
+    return next(drafted_traces(AttentionDrift.presets["tiny"], 0, STEPS))
 
 
 @cache

@@ -76,10 +76,14 @@ class Settings:
     prompt_tokens: int = 48
     """Of a text that the model wrote."""
     new_tokens: int = 48
-    texts: int = 768
-    """Texts that a missing head is trained on."""
-    steps: int = 400
+    texts: int = 128
+    """Texts that a missing head is trained on, a tenth of them held out; four a step."""
+    text_tokens: int = 64
+    """Generated tokens of such a text, at most."""
+    steps: int = 200
     """Training steps of a missing head."""
+    draft_vocab: int = 4096
+    """Tokens that a missing head can draft."""
 
 
 @register("findings", "attention-drift")
@@ -105,8 +109,8 @@ class AttentionDrift(Finding):
         *_lens_lines(),
     )  # fmt: skip
     presets = {
-        "tiny": Settings("tiny", "", 12, 6, 24, 8, 2),
-        "small": Settings(heads="", prompts=16, new_tokens=24, texts=64, steps=20),
+        "tiny": Settings("tiny", "", 12, 6, 24, 12, 16, 2),
+        "small": Settings(heads="", prompts=16, new_tokens=24, texts=24, text_tokens=24, steps=8),
         "full": Settings(),
     }
 
@@ -114,11 +118,11 @@ class AttentionDrift(Finding):
         return 2
 
     def measure(self, settings: Settings, seed: int, advance: Advance) -> Measured:
-        from cacheprobe_analyses.findings.draft_heads import drafted_trace
+        from cacheprobe_analyses.findings.draft_heads import drafted_traces
 
         values, points = {}, []
-        for name, end in (("as EAGLE-3", ""), ("norm_output", "_norm")):
-            trace = drafted_trace(settings, seed, bool(end))
+        heads = (("as EAGLE-3", ""), ("norm_output", "_norm"))
+        for (name, end), trace in zip(heads, drafted_traces(settings, seed, STEPS), strict=True):
             drafts = draft_rows(trace)
             found, lines = drift(drafts)
             told = told_apart(drafts, seed)

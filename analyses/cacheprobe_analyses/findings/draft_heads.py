@@ -1,1 +1,97 @@
-"""Runs a model with draft heads of a finding's settings; heads that are missing are trained."""
+"""Runs a model with the draft heads of a finding's settings, and trains heads that are missing."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import cacheprobe as cp
+from cacheprobe.models.base import CachedLM
+
+TINY = "tiny"
+"""Stands for a random model of a few thousand weights, for tests."""
+
+
+class HeadSettings(Protocol):
+    """Names the settings that are read here; `attention_drift.Settings` says what they mean."""
+
+    model: str
+    heads: str
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    texts: int
+    text_tokens: int
+    steps: int
+    draft_vocab: int
+
+
+def drafted_traces(settings: HeadSettings, seed: int, length: int) -> Iterator[cp.Trace]:
+    """Yields a run of the seed's prompts with drafts of `length` tokens by its EAGLE-3 head, and one with its head with
+    norm_output. Their traces keep what the model fed the head, the model's last states, and the head's attention."""
+    model = load(settings.model)
+    with ExitStack() as stack:
+        kept = Path(settings.heads or stack.enter_context(TemporaryDirectory()))
+        for has_norm in (False, True):
+            folder = trained_head(model, settings, seed, has_norm, kept)
+            drafter = cp.drafters.Eagle3(folder, length=length, layers_are="inputs")
+            layers = [layer for _, layer in drafter.head(model).target_sites]
+            capture = cp.CaptureConfig("SZ", layers=(*layers, model.n_layers - 1), heads=("pattern",))
+            yield cp.run(
+                model, prompts(model, settings, seed), drafter=drafter, window=length + 1, draft_length=length,
+                max_new_tokens=settings.new_tokens, capture=capture, progress=False,
+            )  # fmt: skip
+
+
+def trained_head(model: CachedLM, settings: HeadSettings, seed: int, has_norm: bool, kept: Path) -> Path:
+    """Returns the folder of a seed's head in `kept`, and trains it first if it is missing: as `cacheprobe train eagle3`
+    does, on texts that are recorded once for all heads."""
+    from cacheprobe.cli.train_heads import record_texts
+    from cacheprobe.training.eagle3 import sites_of, train_eagle3
+    from cacheprobe.training.settings import Eagle3Settings
+
+    folder = kept / f"{seed}{'-norm' if has_norm else ''}"
+    if not (folder / "about.json").exists():
+        of = Eagle3Settings(texts=settings.texts, new_tokens=settings.text_tokens, steps=settings.steps, batch=4,
+                            draft_vocab=settings.draft_vocab, seed=seed, norm_output=has_norm)  # fmt: skip
+        layers = [layer for _, layer in sites_of(model, of)]
+        train_eagle3(record_texts(model, of, layers, kept / "run", False), of, folder, progress=False)
+    return folder
+
+
+def prompts(model: CachedLM, settings: HeadSettings, seed: int) -> list[list[int]]:
+    """Returns the seed's prompts as token ids: half from the tasks, as the heads were trained but drawn apart, and half
+    of them texts that the model wrote at temperature 1 after one random token."""
+    from cacheprobe.models.feeding import continue_texts
+    from cacheprobe.training.tuned_lens import task_prompts
+
+    draw, half = torch.Generator().manual_seed(seed), settings.prompts // 2
+
+    def sampled(texts: list[int], logits: Tensor) -> list[int]:
+        """Returns a next token for each text, never one that ends it."""
+        scores = logits.float().clone()
+        scores[:, list(model.stop_token_ids)] = -torch.inf
+        return torch.multinomial(scores.softmax(-1), 1, generator=draw)[:, 0].tolist()
+
+    first = [[token] for token in torch.randint(model.d_vocab, (settings.prompts - half,), generator=draw).tolist()]
+    written = continue_texts(model, first, settings.prompt_tokens, sampled)
+    return [*map(list, task_prompts(model, half, seed, "held-out", in_chat=True)), *written]
+
+
+@cache
+def load(name: str) -> CachedLM:
+    """Returns the model, one for all seeds, since it is not changed."""
+    if name != TINY:
+        return cp.load_model(name, dtype="float32", progress=False)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=2)
+    of = LlamaConfig(**sizes, initializer_range=0.3, max_position_embeddings=256, bos_token_id=None, eos_token_id=None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return cp.load_model(LlamaForCausalLM(of).eval())
