@@ -60,7 +60,10 @@ def trained_head(model: CachedLM, settings: HeadSettings, seed: int, has_norm: b
         of = Eagle3Settings(texts=settings.texts, new_tokens=settings.text_tokens, steps=settings.steps, batch=4,
                             draft_vocab=settings.draft_vocab, seed=seed, norm_output=has_norm)  # fmt: skip
         layers = [layer for _, layer in sites_of(model, of)]
-        train_eagle3(record_texts(model, of, layers, kept / "run", False), of, folder, progress=False)
+        run = kept / "run"
+        is_there = (run / "manifest.json").exists()
+        texts = cp.load_trace(run, model) if is_there else record_texts(model, of, layers, run, False)
+        train_eagle3(texts, of, folder, progress=False)
     return folder
 
 
