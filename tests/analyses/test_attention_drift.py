@@ -176,7 +176,8 @@ def test_a_planted_future_is_read_and_its_control_is_not(monkeypatch) -> None:
     found = lens_ranks(trace(), judged, STEPS, 3, 0)
     assert (found.given == 0).mean() > 0.95 and (found.shuffled == 0).mean() < 0.5
     draw = torch.Generator().manual_seed(1)
-    noise = {i: torch.randn(own.shape, generator=draw) for i, own in oracle(trace(), judged.request_id.unique())[0].items()}
+    held, _ = oracle(trace(), judged.request_id.unique())
+    noise = {i: torch.randn(own.shape, generator=draw) for i, own in held.items()}
     monkeypatch.setattr(future_lens, "_texts", lambda run, ids: (noise, texts(run, ids)[1]))
     assert (lens_ranks(trace(), judged, STEPS, 3, 0).given == 0).mean() < 0.5
 

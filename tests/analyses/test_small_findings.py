@@ -10,7 +10,8 @@ from cacheprobe.cli.app import app
 from cacheprobe.core.registry import available, find
 from cacheprobe_analyses.findings.finding import is_judged
 
-HOLD = {"belief-geometry": ["mess3_gain"], "markov-circuit": ["selective"], "depth": ["tuned_better"], "flip-flop": []}
+HOLD = {"belief-geometry": ["mess3_gain"], "markov-circuit": ["selective"], "depth": ["tuned_better"], "flip-flop": [],
+        "attention-drift": []}  # fmt: skip
 """Claims that preset small reproduces, with little training too."""
 
 

@@ -7,17 +7,16 @@ margin, and beyond the divergence from the verified model? And where a draft was
 (arXiv 2311.04897) read the committed token from the states that the head was given?
 """
 
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
-
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
 import cacheprobe as cp
 from cacheprobe.core.registry import register
+from cacheprobe.core.values import JsonDict
 from cacheprobe.lenses.probes.ridge import group_folds
 from cacheprobe.lenses.probes.rollback_prediction import auroc, resampled_auroc
+from cacheprobe_analyses.findings.draft_heads import TINY, Settings, drafted_traces
 from cacheprobe_analyses.findings.draft_records import JUDGED, SHARES, draft_rows
 from cacheprobe_analyses.findings.finding import Advance, Finding, Measured, Published
 from cacheprobe_analyses.findings.future_lens import LENSES, lens_ranks
@@ -42,15 +41,18 @@ def _step_lines() -> tuple[Published, ...]:
         "gain_kl": "gain by drift added to these four",
         "gain_heads": "gain by sink and own rows of each attention head, added to the first three",
     }
-    return tuple(Published(f"{key}_{k}", f"step {k}: {text}") for k in range(1, STEPS + 1) for key, text in said.items())
+    return tuple(
+        Published(f"{key}_{k}", f"step {k}: {text}") for k in range(1, STEPS + 1) for key, text in said.items()
+    )
 
 
 def _lens_lines() -> tuple[Published, ...]:
     """Returns the lines on what the future lens reads."""
     by = {
         "given": "future lens on all that the head is given", "state": "on its highest state alone",
-        "token": "control: on the newest token's embedding alone", "shuffled": "control: fitted to states of other places",
-        "frequency": "control: the most frequent tokens", "head": "the head itself",
+        "token": "control: on the newest token's embedding alone",
+        "shuffled": "control: fitted to states of other places", "frequency": "control: the most frequent tokens",
+        "head": "the head itself",
     }  # fmt: skip
     return (
         *(Published(f"{end}_rejected_{key}", f"rejected drafts: committed token {place}, {text}")
@@ -63,29 +65,6 @@ def _lens_lines() -> tuple[Published, ...]:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A seed draws other prompts, and reads other heads, one as EAGLE-3 and one with norm_output; the model is the
-    same. Half of the prompts are of tasks, half are texts that the model wrote."""
-
-    model: str = "smollm2-135m"
-    heads: str = "runs/heads"
-    """Folder with a head's folder for each seed, SEED and SEED-norm; what is missing is trained and kept there. If
-    empty, heads are trained anew, and not kept."""
-    prompts: int = 96
-    prompt_tokens: int = 48
-    """Of a text that the model wrote."""
-    new_tokens: int = 48
-    texts: int = 128
-    """Texts that a missing head is trained on, a tenth of them held out; four a step."""
-    text_tokens: int = 64
-    """Generated tokens of such a text, at most."""
-    steps: int = 200
-    """Training steps of a missing head."""
-    draft_vocab: int = 4096
-    """Tokens that a missing head can draft."""
-
-
 @register("findings", "attention-drift")
 class AttentionDrift(Finding):
     """Attention and norm along the chains of EAGLE-3 heads, and what tells rejected from accepted drafts."""
@@ -96,11 +75,12 @@ class AttentionDrift(Finding):
         Published("sink_falls", f"weight on the sink, step 1 less step {STEPS}", above=0),
         Published("own_excess", "weight on own rows, last step, less that on as many newest rows at step 1", above=0),
         Published("norm_grows", "norm of the state, last step over step 1, less 1", above=0),
-        Published("norm_limited", "the same, less that of a head with norm_output", above=0),
+        Published("norm_limited", "the same from step 2 on, less that of a head with norm_output", above=0),
         Published("sink_falls_norm", "norm_output: weight on the sink, step 1 less the last"),
         Published("own_excess_norm", "norm_output: weight on own rows, less that on as many newest rows at step 1"),
-        Published("norm_grows_norm", "norm_output: norm of the state, last step over step 1, less 1"),
-        *(Published(f"{name}{end}_{k}", f"{'norm_output: ' if end else ''}{name}, step {k}")
+        Published("norm_grows_on", "norm of the state, last step over step 2, less 1"),
+        Published("norm_grows_on_norm", "norm_output: the same"),
+        *(Published(f"{name}_{k}{end}", f"{'norm_output: ' if end else ''}{name}, step {k}")
           for end in ("", "_norm") for name in ("sink", "own", "norm") for k in (1, STEPS)),
         Published("accepted", "share of judged draft tokens that were accepted"),
         Published("accepted_norm", "norm_output: the same"),
@@ -109,7 +89,7 @@ class AttentionDrift(Finding):
         *_lens_lines(),
     )  # fmt: skip
     presets = {
-        "tiny": Settings("tiny", "", 12, 6, 24, 12, 16, 2),
+        "tiny": Settings(TINY, "", 12, 6, 24, 12, 16, 2),
         "small": Settings(heads="", prompts=16, new_tokens=24, texts=24, text_tokens=24, steps=8),
         "full": Settings(),
     }
@@ -118,8 +98,6 @@ class AttentionDrift(Finding):
         return 2
 
     def measure(self, settings: Settings, seed: int, advance: Advance) -> Measured:
-        from cacheprobe_analyses.findings.draft_heads import drafted_traces
-
         values, points = {}, []
         heads = (("as EAGLE-3", ""), ("norm_output", "_norm"))
         for (name, end), trace in zip(heads, drafted_traces(settings, seed, STEPS), strict=True):
@@ -134,9 +112,11 @@ class AttentionDrift(Finding):
             points += [dict(head=name, **line, known=told[f"known_{k}"], both=told[f"both_{k}"])
                        for k, line in enumerate(lines, start=1)]  # fmt: skip
             advance(1)
-        return Measured(values, [{k: v if isinstance(v, str | int) else round(v, 5) for k, v in p.items()} for p in points])
+        values["norm_limited"] = values["norm_grows_on"] - values["norm_grows_on_norm"]
+        rounded = pd.DataFrame(points).round(5).astype(object)
+        return Measured(values, rounded.where(rounded.notna(), None).to_dict("records"))
 
-    def figure(self, points: list[dict[str, Any]]) -> Any:
+    def figure(self, points: list[JsonDict]) -> go.Figure:
         return cp.plots.drift_figure(pd.DataFrame(points))
 
 
@@ -150,7 +130,8 @@ def drift(drafts: pd.DataFrame) -> tuple[dict[str, float], list[dict[str, float]
     newest = float(whole[f"newest_{STEPS - 1}"].mean())
     judged = drafts[drafts.verdict.isin(JUDGED)]
     values = {"sink_falls": first.sink - last.sink, "own_excess": last.own - newest,
-              "norm_grows": last.norm / first.norm - 1, "accepted": (judged.verdict == "accepted").mean()}  # fmt: skip
+              "norm_grows": last.norm / first.norm - 1, "norm_grows_on": last.norm / means.norm[2] - 1,
+              "accepted": (judged.verdict == "accepted").mean()}  # fmt: skip
     values |= {f"{name}_{k}": means.loc[k, name] for name in ("sink", "own", "norm") for k in (1, STEPS)}
     return {key: float(one) for key, one in values.items()}, means.reset_index().to_dict("records")
 
@@ -220,7 +201,7 @@ def held_out_logits(features: np.ndarray, labels: np.ndarray, folds: np.ndarray,
     return out
 
 
-def _read_by_lenses(trace: Any, drafts: pd.DataFrame, seed: int) -> dict[str, float]:
+def _read_by_lenses(trace: cp.Trace, drafts: pd.DataFrame, seed: int) -> dict[str, float]:
     """Returns the values of `_lens_lines`; NaN where no draft is of the kind."""
     judged = drafts[drafts.verdict.isin(JUDGED)]
     ranks = lens_ranks(trace, judged, STEPS, FOLDS, seed).assign(head=judged["rank"])

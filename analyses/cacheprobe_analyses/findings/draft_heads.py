@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,21 +17,30 @@ TINY = "tiny"
 """Stands for a random model of a few thousand weights, for tests."""
 
 
-class HeadSettings(Protocol):
-    """Names the settings that are read here; `attention_drift.Settings` says what they mean."""
+@dataclass(frozen=True)
+class Settings:
+    """A seed draws other prompts, and reads other heads, one as EAGLE-3 and one with norm_output; the model is the
+    same. Half of the prompts are of tasks, half are texts that the model wrote."""
 
-    model: str
-    heads: str
-    prompts: int
-    prompt_tokens: int
-    new_tokens: int
-    texts: int
-    text_tokens: int
-    steps: int
-    draft_vocab: int
+    model: str = "smollm2-135m"
+    heads: str = "runs/heads"
+    """Folder with a head's folder for each seed, SEED and SEED-norm; what is missing is trained and kept there. If
+    empty, heads are trained anew, and not kept."""
+    prompts: int = 96
+    prompt_tokens: int = 48
+    """Of a text that the model wrote."""
+    new_tokens: int = 48
+    texts: int = 128
+    """Texts that a missing head is trained on, a tenth of them held out; four a step."""
+    text_tokens: int = 64
+    """Generated tokens of such a text, at most."""
+    steps: int = 100
+    """Training steps of a missing head."""
+    draft_vocab: int = 4096
+    """Tokens that a missing head can draft."""
 
 
-def drafted_traces(settings: HeadSettings, seed: int, length: int) -> Iterator[cp.Trace]:
+def drafted_traces(settings: Settings, seed: int, length: int) -> Iterator[cp.Trace]:
     """Yields a run of the seed's prompts with drafts of `length` tokens by its EAGLE-3 head, and one with its head with
     norm_output. Their traces keep what the model fed the head, the model's last states, and the head's attention."""
     model = load(settings.model)
@@ -48,7 +57,7 @@ def drafted_traces(settings: HeadSettings, seed: int, length: int) -> Iterator[c
             )  # fmt: skip
 
 
-def trained_head(model: CachedLM, settings: HeadSettings, seed: int, has_norm: bool, kept: Path) -> Path:
+def trained_head(model: CachedLM, settings: Settings, seed: int, has_norm: bool, kept: Path) -> Path:
     """Returns the folder of a seed's head in `kept`, and trains it first if it is missing: as `cacheprobe train eagle3`
     does, on texts that are recorded once for all heads."""
     from cacheprobe.cli.train_heads import record_texts
@@ -67,7 +76,7 @@ def trained_head(model: CachedLM, settings: HeadSettings, seed: int, has_norm: b
     return folder
 
 
-def prompts(model: CachedLM, settings: HeadSettings, seed: int) -> list[list[int]]:
+def prompts(model: CachedLM, settings: Settings, seed: int) -> list[list[int]]:
     """Returns the seed's prompts as token ids: half from the tasks, as the heads were trained but drawn apart, and half
     of them texts that the model wrote at temperature 1 after one random token."""
     from cacheprobe.models.feeding import continue_texts

@@ -87,5 +87,6 @@ def _columns(lens: str, width: int, of_state: int) -> slice:
 
 def _frequency_ranks(trace: Trace, others: list[int], token_ids: Tensor) -> np.ndarray:
     """Returns the rank of tokens by how often the model generated them in other texts."""
-    counts = torch.bincount(torch.tensor([t for i in others for t in trace.committed(i)]), minlength=trace.model.d_vocab)
+    written = torch.tensor([token for i in others for token in trace.committed(i)])
+    counts = torch.bincount(written, minlength=trace.model.d_vocab)
     return (counts > counts[token_ids][:, None]).sum(1).numpy()
