@@ -23,7 +23,7 @@ from cacheprobe_analyses.findings.future_lens import LENSES, lens_ranks
 
 STEPS = 4
 """Tokens of a draft."""
-FOLDS, RESAMPLES, SHUFFLES, LEAST = 5, 500, 5, 25
+FOLDS, RESAMPLES, SHUFFLES, LEAST = 5, 500, 5, 15
 """LEAST: with fewer accepted or rejected drafts, no AUROC is defined."""
 KNOWN, DRIFT = ["margin", "entropy", "logprob"], ["sink", "own", "norm"]
 
@@ -73,15 +73,17 @@ class AttentionDrift(Finding):
     paper = "Eldenk et al. 2026, arXiv 2605.09992; Pal et al. 2023, arXiv 2311.04897"
     published = (
         Published("sink_falls", f"weight on the sink, step 1 less step {STEPS}", above=0),
-        Published("own_excess", "weight on own rows, last step, less that on as many newest rows at step 1", above=0),
+        Published("own_grows", "weight on the chain's own rows, last step less step 2", above=0),
         Published("norm_grows", "norm of the state, last step over step 1, less 1", above=0),
         Published("norm_limited", "the same from step 2 on, less that of a head with norm_output", above=0),
+        Published("own_excess", "control: weight on own rows, last step, less that on as many newest rows at step 1"),
         Published("sink_falls_norm", "norm_output: weight on the sink, step 1 less the last"),
+        Published("own_grows_norm", "norm_output: weight on own rows, last step less step 2"),
         Published("own_excess_norm", "norm_output: weight on own rows, less that on as many newest rows at step 1"),
         Published("norm_grows_on", "norm of the state, last step over step 2, less 1"),
         Published("norm_grows_on_norm", "norm_output: the same"),
         *(Published(f"{name}_{k}{end}", f"{'norm_output: ' if end else ''}{name}, step {k}")
-          for end in ("", "_norm") for name in ("sink", "own", "norm") for k in (1, STEPS)),
+          for end in ("", "_norm") for name in ("sink", "own", "norm") for k in (1, 2, STEPS)),
         Published("accepted", "share of judged draft tokens that were accepted"),
         Published("accepted_norm", "norm_output: the same"),
         *_step_lines(),
@@ -129,10 +131,11 @@ def drift(drafts: pd.DataFrame) -> tuple[dict[str, float], list[dict[str, float]
     first, last = means.loc[1], means.loc[STEPS]
     newest = float(whole[f"newest_{STEPS - 1}"].mean())
     judged = drafts[drafts.verdict.isin(JUDGED)]
-    values = {"sink_falls": first.sink - last.sink, "own_excess": last.own - newest,
+    values = {"sink_falls": first.sink - last.sink, "own_grows": last.own - means.own[2],
+              "own_excess": last.own - newest,
               "norm_grows": last.norm / first.norm - 1, "norm_grows_on": last.norm / means.norm[2] - 1,
               "accepted": (judged.verdict == "accepted").mean()}  # fmt: skip
-    values |= {f"{name}_{k}": means.loc[k, name] for name in ("sink", "own", "norm") for k in (1, STEPS)}
+    values |= {f"{name}_{k}": means.loc[k, name] for name in ("sink", "own", "norm") for k in (1, 2, STEPS)}
     return {key: float(one) for key, one in values.items()}, means.reset_index().to_dict("records")
 
 

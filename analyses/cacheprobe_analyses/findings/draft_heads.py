@@ -26,7 +26,7 @@ class Settings:
     heads: str = "runs/heads"
     """Folder with a head's folder for each seed, SEED and SEED-norm; what is missing is trained and kept there. If
     empty, heads are trained anew, and not kept."""
-    prompts: int = 96
+    prompts: int = 48
     prompt_tokens: int = 48
     """Of a text that the model wrote."""
     new_tokens: int = 48
