@@ -123,7 +123,9 @@ def test_drift_is_of_whole_chains() -> None:
         by_hand = np.mean([own.norm[own.chain_step == k].item() for own in whole])
         assert values[f"norm_{k}"] == pytest.approx(by_hand) == lines[k - 1]["norm"]
     newest = np.mean([own.newest_3.dropna().item() for own in whole])
-    assert values["own_excess"] == pytest.approx(values[f"own_{STEPS}"] - newest) and values["own_1"] == 0
+    own = values[f"own_{STEPS}"]
+    assert values["own_excess"] == pytest.approx(own - newest) and values["own_1"] == 0
+    assert values["own_grows"] == own - values["own_2"] and values["sink_falls"] == values["sink_1"] - values["sink_4"]
     judged = drafts()[drafts().verdict.isin(JUDGED)]
     assert values["accepted"] == (judged.verdict == "accepted").mean() and len(whole) > 20
 
