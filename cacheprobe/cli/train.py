@@ -7,7 +7,6 @@ from cyclopts import App
 from cacheprobe.cli.flags import fill, with_flags
 from cacheprobe.training.settings import (
     DictionarySettings,
-    DraftHeadSettings,
     Eagle3Settings,
     EvaluationSettings,
     LoraSettings,
@@ -168,45 +167,6 @@ def dictionary(
         f"{about['num_states']} states, without {about['num_left_out']} of special tokens and first positions; "
         f"{about['variance_explained']:.1%} of the variance is explained on held-out ones, "
         f"{about['active_features']} of {settings.features} features are active\ndictionary: {out}"
-    )
-
-
-@train.command(config=fill)
-@with_flags
-def draft_head(
-    run: Path,
-    *,
-    config: Path | None = None,
-    model: str = "smollm2-135m",
-    out: Path = Path("runs/draft-head.safetensors"),
-    settings: DraftHeadSettings,
-    progress: bool = True,
-) -> None:
-    """Train a draft head in EAGLE's manner on the last layer's states of a stored run.
-
-    Parameters
-    ----------
-    run
-        Directory of a saved run that kept S of the last layer.
-    config
-        A YAML file of settings, named as these flags are; flags override them.
-    model
-        The run's model: smollm2-135m, a hub name or a local directory; it is loaded in the run's dtype.
-    out
-        File for the head, which cp.drafters.DraftHead.load reads.
-    progress
-        Show progress.
-    """
-    from cacheprobe.models.loaders import load_model
-    from cacheprobe.trace.trace import load_trace
-    from cacheprobe.training.draft_head import train_draft_head
-
-    trace = load_trace(run)
-    trace.model = load_model(model, dtype=str(trace.fingerprint["dtype"]))
-    about = train_draft_head(trace, settings, out, progress=progress).about
-    print(
-        f"{about['num_states']} states; on held-out requests the head has the model's likeliest token in "
-        f"{about['held_out_acceptance']:.1%}, untrained in {about['untrained_acceptance']:.1%}\nhead: {out}"
     )
 
 

@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 import cacheprobe as cp
 from cacheprobe.analysis.draft_passes import CommittedText, RecordedExit, prob_rejection, prob_same_noise, replay_passes
-from cacheprobe.engine.drafters import DraftHead, DraftModel, EarlyExit, FastPath, NGram, Scripted
+from cacheprobe.engine.drafters import DraftModel, EarlyExit, FastPath, NGram, Scripted
 from tests.tiny import PROMPTS, SMALL, VOCAB, loaded, perturbed
 from tests.twins.measures_slowly import draft_agreement_slowly, expected_passes_slowly, prob_same_noise_slowly
 
@@ -177,14 +176,6 @@ def test_readings_of_another_lens_are_used() -> None:
         cp.analysis.acceptance(trace, EarlyExit(1, lens), progress=False)
 
 
-def head() -> DraftHead:
-    """A draft head with weights of no use."""
-    width = loaded().d_model
-    shapes = {"joint": (2 * width, width), "joint_bias": (width,), "up": (width, 4), "down": (4, width)}
-    weights = {name: torch.zeros(shape) for name, shape in {**shapes, "mean": (width,)}.items()}
-    return DraftHead({**weights, "scale": torch.tensor(1.0)}, "")
-
-
 def test_readings_of_another_run_are_refused(stored: cp.Trace) -> None:
     other = cp.run(loaded(), [[9] * 11, *PROMPTS[1:]], **SETTINGS, capture="SZ")
     readings = cp.analysis.read_states(other, cp.lenses.LogitLens())
@@ -207,10 +198,9 @@ def test_a_run_by_rejection_sampling_is_refused() -> None:
 
 def test_what_cannot_be_replayed_is_refused(stored: cp.Trace) -> None:
     for settings, match in [
-        (dict(drafters=FastPath()), "drafter fast_path runs the verified model"),
         (dict(drafters=NGram(), temperature=0.5), "drafter ngram drafts tokens for the run's own text"),
         (dict(drafters=EarlyExit(9)), "unknown layer 9 for EarlyExit"),
-        (dict(drafters=head()), "drafter draft_head runs the verified model"),
+        (dict(drafters=FastPath()), "drafter fast_path runs the verified model"),
         (dict(drafters=[]), "there is no drafter to replay"),
         (dict(windows=0), "windows must hold"),
         (dict(by="layer"), "unknown by='layer'"),

@@ -20,7 +20,6 @@ from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.engine.drafters import (
     MTP,
     DFlash,
-    DraftHead,
     DraftModel,
     Eagle3,
     EarlyExit,
@@ -32,7 +31,6 @@ from cacheprobe.engine.drafters import (
 )
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.lenses.base import unembedding_sha256
 from cacheprobe.models.heads.load_mtp import load_mtp
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.sampling import choose_token
@@ -81,14 +79,6 @@ def same() -> PlainLM:
 # -- every drafter
 
 
-def random_head() -> DraftHead:
-    """A head of random weights for the main model."""
-    draw, width, hidden = torch.Generator().manual_seed(0), loaded().d_model, 8
-    shapes = {"joint": (2 * width, width), "joint_bias": (width,), "up": (width, hidden), "down": (hidden, width)}
-    weights = {name: torch.randn(shape, generator=draw) / 4 for name, shape in shapes.items()}
-    return DraftHead({**weights, "mean": torch.zeros(width), "scale": torch.tensor(1.0)}, unembedding_sha256(loaded()))
-
-
 def with_module() -> MTP:
     """A drafter with a module of random weights for the main model, whose weights are in no file."""
     with TemporaryDirectory() as folder:
@@ -100,7 +90,6 @@ def with_module() -> MTP:
 
 EXAMPLES: dict[str, Callable[[], Drafter]] = {
     "dflash": lambda: DFlash(often_right("dflash")),
-    "draft_head": random_head,
     "draft_model": lambda: DraftModel(near()),
     "eagle3": lambda: Eagle3(folder_for_three_layers()),
     "early_exit": lambda: EarlyExit(layer=1),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cacheprobe.training.settings import DictionarySettings, DraftHeadSettings, LoraSettings, TunedLensSettings
+from cacheprobe.training.settings import DictionarySettings, LoraSettings, TunedLensSettings
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from cacheprobe.training.settings import DictionarySettings, DraftHeadSettings, 
         (DictionarySettings, dict(site="z"), "unknown site to train on 'z'"),
         (DictionarySettings, dict(features=96, k=97), "k must be at most the number of features, 96"),
         (DictionarySettings, dict(held_out=1.0), "held_out is a share"),
-        (DraftHeadSettings, dict(token_weight=0.0), "token_weight must be more than 0"),
+        (dict(token_weight=0.0), "token_weight must be more than 0"),
     ],
 )
 def test_settings_are_checked(settings: Any, bad: dict[str, Any], match: str) -> None:

@@ -2,7 +2,6 @@
 
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.dflash import DFlash
-from cacheprobe.engine.drafters.draft_head import DraftHead
 from cacheprobe.engine.drafters.eagle3 import Eagle3
 from cacheprobe.engine.drafters.early_exit import EarlyExit, FastPath
 from cacheprobe.engine.drafters.medusa import Medusa
@@ -15,7 +14,6 @@ from cacheprobe.engine.drafters.scripted import Scripted
 __all__ = [
     "MTP",
     "DFlash",
-    "DraftHead",
     "DraftModel",
     "Drafter",
     "Eagle3",
