@@ -7,7 +7,7 @@ from typing import ClassVar
 from cacheprobe.core.registry import register
 from cacheprobe.engine.drafters.chain import ChainDrafter
 from cacheprobe.models.base import CachedLM
-from cacheprobe.models.heads.lm import HeadLM
+from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.models.heads.load_mtp import load_mtp
 from cacheprobe.models.settings import live_model
 
@@ -37,7 +37,7 @@ class MTP(ChainDrafter):
                 raise ValueError(f"MTP needs a model from cp.load_model(...), got a {type(self.model).__name__}")
             self.head(self.model)
 
-    def bind(self, model: CachedLM) -> HeadLM:
+    def bind(self, model: CachedLM) -> DraftHeadLM:
         """Returns the module of this model, from its files.
 
         Raises: ModelError as `load_mtp`; ValueError if the drafter was given another model.

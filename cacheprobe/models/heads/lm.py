@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from cacheprobe.core.hook_names import PATTERN
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.staged import StagedCache
-from cacheprobe.models.base import CachedLM, ModelError, StateSink
+from cacheprobe.models.base import CachedLM, HeadWriter, ModelError, StateSink
 from cacheprobe.models.heads.module import HeadModule
 from cacheprobe.models.hf.lm import Head
 from cacheprobe.models.plain.lm import PlainLM
@@ -23,8 +23,12 @@ class DraftHeadLM(PlainSites):
     target_sites: tuple[tuple[str, int], ...]
     """(site, layer) of the target's states that it reads."""
 
+    def head_writer(self, layer: int) -> HeadWriter:
+        """Raises: ModelError, unless the head has attention."""
+        raise ModelError(f"{self.name} has no attention; choose another site than z")
 
-class HeadLM(PlainLM, DraftHeadLM):
+
+class HeadLM(PlainLM, DraftHeadLM):  # pyright: ignore[reportIncompatibleVariableOverride]  # one class of `tapes`
     """Runs a draft head as a CachedLM: its layers, counted from 0, have the sites of a model's layers, and its logits
     are over the target model's vocabulary.
 
@@ -53,7 +57,7 @@ class HeadLM(PlainLM, DraftHeadLM):
         self.token_ids = None if token_ids is None else token_ids.to(self.device)
         self.prepend_bos = target.prepend_bos
         self.stop_token_ids, self.stop_source = target.stop_token_ids, target.stop_source
-        self.tapes = None
+        self.tapes = None  # its passes are short, and alternate with those of the model
         self.d_vocab = target.d_vocab
         self.head = Head(self.head.norm, self.head.unembed, self._over_target)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from cacheprobe.kvcache.staged import StagedCache
-from cacheprobe.models.base import CachedLM, HeadWriter, ModelError
+from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.heads.files import HeadFiles, open_head
 from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.models.hf.lm import Head
@@ -119,10 +119,6 @@ class MedusaLM(DraftHeadLM):
     def whole_forward(self, token_ids: Tensor) -> Tensor:
         """Raises: ModelError, because the heads read states of their target, and no tokens."""
         raise ModelError(f"{self.name} reads states of its target, and no tokens; call run(states)")
-
-    def head_writer(self, layer: int) -> HeadWriter:
-        """Raises: ModelError, because there are no attention heads."""
-        raise ModelError(f"{self.name} has no attention; choose another site than z")
 
     def cache_layers(self) -> tuple[Sequence[tuple[int, int, int]], Sequence[torch.device]]:
         """Returns shapes without keys and values for each layer, and their device."""
