@@ -135,15 +135,17 @@ def _flags(settings: type, is_dict: bool) -> Iterator[inspect.Parameter]:
 
 
 def attribute_docs(settings: type) -> dict[str, str]:
-    """Returns a dict from field name to the docstring below the field of a class, read from the source; {} without a
-    source file."""
+    """Returns a dict from field name to the docstring below the field of a class or of a base class, read from the
+    source; {} without a source file."""
+    if settings is object:
+        return {}
+    docs = {name: doc for base in reversed(settings.__bases__) for name, doc in attribute_docs(base).items()}
     try:
         source = inspect.getsource(settings)
     except OSError:
-        return {}
+        return docs
     (class_node,) = ast.parse(dedent(source)).body
     assert isinstance(class_node, ast.ClassDef)
-    docs = {}
     for field, doc in zip(class_node.body, class_node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
             docs[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())

@@ -93,7 +93,7 @@ def train_heads(
         )
     held = held_out_prompts(trace, settings.held_out, torch.Generator().manual_seed(SPLIT_SEED))
     prompts = sorted(held, key=[request.prompt_token_ids for request in trace.requests].index)[:NUM_PROMPTS]
-    kind = Eagle3 if is_eagle3 else MTP
+    kind = partial(Eagle3, layers_are="inputs") if is_eagle3 else MTP
     drafters: list[Drafter] = [kind(folder=one, length=length) for one in folders for length in (WINDOW - 1, 1)]
     drafters += [EarlyExit(layer) for layer in sorted({(lm.n_layers - 1) * part // 10 for part in (5, 7, 9)})]
     table = compare_drafters(lm, prompts, [*drafters, NGram(length=WINDOW - 1)])

@@ -226,7 +226,7 @@ class HeadSettings(TrainingSettings):
     held_out: float = 0.1
     """Share of the prompts that are never trained on."""
     seed: int = 0
-    """Seed of the weights, of the order of the texts, and of which prompts are held out."""
+    """Seed of the weights and of the order of the texts. Held-out prompts are the same for all seeds."""
 
     def __post_init__(self) -> None:
         above_zero = ("texts", "new_tokens", "steps", "batch", "chain", "learning_rate", "max_grad_norm", "held_out")

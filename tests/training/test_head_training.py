@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cacheprobe as cp
+from cacheprobe.cli.flags import attribute_docs
 from cacheprobe.cli.train import eagle3 as eagle3_command
 from cacheprobe.cli.train import mtp as mtp_command
 from cacheprobe.models.base import CachedLM
@@ -49,7 +50,7 @@ def model(folder: Path) -> Iterator[CachedLM]:
 
 @pytest.fixture(scope="module")
 def trace(model: CachedLM) -> cp.Trace:
-    return cp.run(model, [TASK.example(i, 0) for i in range(40)], **RUN, capture="S")
+    return cp.run(model, [TASK.example(i % 36, 0) for i in range(40)], **RUN, capture="S")
 
 
 def training(trace: cp.Trace, settings: HeadSettings, out: Path | None = None) -> HeadTraining:
@@ -158,6 +159,12 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens(trace: cp.Trace, mode
     assert eagle3.draft_vocabulary(texts, model.d_vocab, 12).tolist() == sorted(by_count[:12])
     prompts = [{trace.requests[i].prompt_token_ids for i in side.request_ids} for side in (texts, held_out)]
     assert not prompts[0] & prompts[1] and sum(map(len, prompts)) == len({r.prompt_token_ids for r in trace.requests})
+
+
+def test_the_help_describes_the_flags_that_settings_inherit() -> None:
+    own, inherited = attribute_docs(MtpSettings), attribute_docs(HeadSettings)
+    assert own["texts"] == inherited["texts"] and own["learning_rate"] == "Highest learning rate."
+    assert own["chain"] != inherited["chain"] and {"chain", "steps", "batch"} <= own.keys()
 
 
 def test_the_commands_record_train_and_compare(
