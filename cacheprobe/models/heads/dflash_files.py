@@ -18,7 +18,7 @@ _OF_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.w
 """Tensors in folders of speculators that are the target's, or that are read apart."""
 
 
-class _Layout(NamedTuple):
+class _BlockLayout(NamedTuple):
     """Holds what the config of a head says, in whatever layout."""
 
     fields: JsonDict
@@ -68,8 +68,9 @@ def load_dflash(folder: "str | Path", target: CachedLM) -> BlockHeadLM:
     return BlockHeadLM(head, target, name, sites, layout.block, token_ids)
 
 
-def _layout(config: JsonDict, name: str) -> _Layout:
-    """Returns the _Layout of a head's config. Raises: ModelError if it is no DFlash head, or has parts unknown here."""
+def _layout(config: JsonDict, name: str) -> _BlockLayout:
+    """Returns the _BlockLayout of a head's config. Raises: ModelError if it is no DFlash head, or if some of its parts
+    are not known here."""
     is_native = config.get("model_type") == _NATIVE
     if is_native:
         fields = CONFIG_MAPPING[_NATIVE].from_dict(config).to_dict()
@@ -99,10 +100,10 @@ def _layout(config: JsonDict, name: str) -> _Layout:
             f"{name} has sliding layers, and which rows of a block these see is known for {_NATIVE} alone, with "
             "windows as wide as a block; use a head with full attention"
         )
-    return _Layout(fields, (size, mask), tuple(num_before), is_native)
+    return _BlockLayout(fields, (size, mask), tuple(num_before), is_native)
 
 
-def _sites(layout: _Layout, target: CachedLM, name: str) -> tuple[tuple[str, int], ...]:
+def _sites(layout: _BlockLayout, target: CachedLM, name: str) -> tuple[tuple[str, int], ...]:
     """Returns (site, layer) of the target's states. Raises: ModelError for a layer that the target lacks, and for its
     last one, whose state transformers gives after the final norm."""
     for number in layout.num_before:
@@ -114,7 +115,7 @@ def _sites(layout: _Layout, target: CachedLM, name: str) -> tuple[tuple[str, int
     return tuple(("S", number - 1) if number else ("pre", 0) for number in layout.num_before)
 
 
-def _require_fitting(layout: _Layout, target: CachedLM, name: str) -> None:
+def _require_fitting(layout: _BlockLayout, target: CachedLM, name: str) -> None:
     """Raises: ModelError if the head is for another width, vocabulary or number of layers, or its mask token is none of
     the vocabulary."""
     for field, here in (

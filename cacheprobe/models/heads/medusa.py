@@ -17,8 +17,8 @@ from cacheprobe.models.hf.lm import Head
 from cacheprobe.models.plain.structure import AddedPart, PlainBlock
 from cacheprobe.models.settings import one_at_a_time
 
-_BLOCK = re.compile(r"(?:blocks\.)?(\d+)\.(?:layers\.)?(\d+)\.(?:linear\.)?(weight|bias)")
-_UNEMBEDDING = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.\d+\.weight")
+_BLOCK = re.compile(r"(?:[a-z_]+\.)?(\d+)\.(?:layers\.)?(\d+)\.(?:linear\.)?(weight|bias)")
+_UNEMBEDDING = re.compile(r"lm_heads\.(\d+)\.weight|(?:[a-z_]+\.)?(\d+)\.\d+\.weight")
 
 
 class MedusaHeads(nn.Module):

@@ -1,5 +1,7 @@
 """DFlash heads against transformers' own, and against plain torch; their cache; what they refuse."""
 
+import copy
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,7 @@ from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.heads.dflash import BlockHeadLM
 from cacheprobe.models.heads.dflash_files import load_dflash
 from cacheprobe.ops.equality import bitwise
+from tests.exports.environment import run_script
 from tests.models.heads.block_heads import BLOCK, BLOCKS, MASK, native_folder, speculators_folder, zlab_folder
 from tests.tiny import VOCAB, hf_model, loaded
 from tests.twins.block_heads_slowly import dflash_logits
@@ -113,6 +116,29 @@ def test_the_targets_embedding_is_scaled_as_in_the_target(tmp_path: Path) -> Non
         embedding = hf.get_input_embeddings()(torch.arange(VOCAB))
         want = dflash_logits(weights, BLOCKS, states.flatten(1), tokens, embedding, hf.lm_head.weight)
     assert torch.allclose(got, want, rtol=1e-5, atol=1e-4)  # as large as the embedding's factor
+
+
+@pytest.mark.slow
+def test_a_block_has_speculators_logits(speculators: str, tmp_path: Path) -> None:
+    """A head that speculators wrote, with a vocabulary of its own, at several places of one text."""
+    block = {**BLOCKS, "layer_types": ["full_attention"] * 2}
+    case = dict(
+        block=block, draft_vocab_size=40, block_size=BLOCK, mask_token_id=MASK, aux_hidden_state_layer_ids=[0, 2]
+    )
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    copy.deepcopy(loaded().live).save_pretrained(tmp_path / "target")
+    anchors, states = [1, 8, 9, 30], torch.stack([hidden_states()[i][0] for i in (0, 2)], -2)
+    tensors = {"states": states.flatten(1)[None].contiguous(), "input_ids": torch.tensor([TEXT])}
+    save_file({**tensors, "anchors": torch.tensor(anchors)}, tmp_path / "rows.safetensors")
+    done = run_script(speculators, "run_dflash.py", [tmp_path])
+    assert done.returncode == 0, done.stderr[-2000:]
+    head, wanted = load_dflash(tmp_path / "head", loaded()), load_file(tmp_path / "logits.safetensors")["logits"]
+    assert head.target_sites == (("pre", 0), ("S", 1))
+    for newest, want in zip(anchors, wanted, strict=True):
+        kept = head.new_cache(1, 64)
+        head.feed(head.entering(states[:newest])[None], kept, [0], [0])
+        got = head.read_out(head.run_block(head.block_tokens([TEXT[newest]]), kept, [0], [newest])[0])
+        assert torch.allclose(got[:, head.token_ids], want, rtol=1e-5, atol=1e-5)
 
 
 def zlab_head(folder: Path, target: CachedLM | None = None, **changed: Any) -> BlockHeadLM:
