@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused(
 
     with pytest.raises(ValueError, match=r"needs S of layers \(1, 2, 3, 6\).*run with capture='S'"):
         train(cp.run(model, [TASK.example(i, 0) for i in range(8)], **RUN, capture="T"))
-    with pytest.raises(ValueError, match="a step draws 500 texts, the trace has 32 "):
+    with pytest.raises(ValueError, match="a step draws 500 texts, the trace has 33 "):
         train(trace, replace(FEW, batch=500))
     with pytest.raises(ValueError, match="not on the input of block 0; leave out 0"):
         train(trace, replace(FEW, layer_ids=(0, 2, 3)))
