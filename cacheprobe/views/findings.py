@@ -115,19 +115,19 @@ def drift_figure(table: pd.DataFrame) -> go.Figure:
     panel_of = {"sink": 1, "own": 1, "norm": 2, "known": 3, "both": 3}
     colors = {**_PARTS, "norm": "#7c5fbd", "known": GREY, "both": "#2b6cb0"}
     names = {"sink": "sink", "own": "own rows", "known": "margin, entropy", "both": "with drift"}
-    figure = panels(["share of attention", "norm of the state", "AUROC of accepted drafts"])
+    figure = panels(["share of attention", "norm (dotted: norm_output)", "AUROC of accepted drafts"])
     for head, dash in _HEADS.items():
         own = table[table["head"] == head].sort_values("chain_step")
         for column, panel in panel_of.items() if len(own) else ():
             name = f"{names.get(column, column)}, {head}"
             style = {"color": colors[column], "dash": dash}
             hover = f"{name}, chain step %{{x}}: %{{y:.3f}}"
-            curve(figure, own, column, name, hover, style, "chain_step", row=1, col=panel)
+            curve(figure, own, column, name, hover, style, "chain_step", row=1, col=panel, showlegend=dash == "solid")
     steps = table[table["head"] == "as EAGLE-3"].sort_values("chain_step")
     first, last = steps.iloc[0], steps.iloc[-1]
     title = f"From chain step {first.chain_step} to {last.chain_step}: sink {first.sink:.2f} to {last.sink:.2f}, own "
     title += f"rows {first.own:.2f} to {last.own:.2f}, norm times {last.norm / first.norm:.2f}"
-    set_layout(figure, title, 420, top=90)
+    set_layout(figure, title, 440, top=72, bottom=110, legend_y=-0.22, legend_yanchor="top")
     figure.update_xaxes(title="chain step", dtick=1)
     return figure
 
