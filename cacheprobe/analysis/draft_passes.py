@@ -307,6 +307,8 @@ class HeadContext(TokenContext):
         """Returns the recorded states [p, l, m] of a request's committed text. Raises: ValueError if the run did not
         keep them."""
         if self._kept[0] != state.request_id:
+            if any(site != "S" for site, _ in self._sites):
+                raise ValueError("the head reads the embedding, which a trace does not keep; draft with it in cp.run")
             kept = [self._trace.states(site, layer, state.request_id) for site, layer in self._sites]
             self._kept = state.request_id, kept
         return torch.stack([states[start:end] for states in self._kept[1]], dim=1)

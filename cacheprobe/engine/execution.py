@@ -150,7 +150,7 @@ def _with_tried_shapes(run: PreparedRun) -> PreparedRun:
 def _make_editor(run: PreparedRun) -> Editor | None:
     """Returns the Editor of the run's interventions; None without interventions."""
     plan, drafter = run.plan, run.plan.drafter or FastPath()
-    own = [one for one in plan.interventions if one.layer < plan.model.n_layers or plan.drafter is None]
+    own = [one for one in plan.interventions if run.head is None or one.layer < plan.model.n_layers]
     if not own:
         return None
     drafting = None
@@ -161,8 +161,8 @@ def _make_editor(run: PreparedRun) -> Editor | None:
 
 def _make_head_editor(run: PreparedRun) -> Editor | None:
     """Returns the Editor of the interventions on the layers of the drafter's head, which are counted after those of the
-    model; None without any. Raises: ValueError for such a layer if the drafter has no head, and for a request that
-    starts from a KVSnapshot, which holds no states for the head."""
+    model; None without any, and for a drafter without a head. Raises: ValueError for a layer that the head lacks, and
+    for a request that starts from a KVSnapshot, which holds no states for the head."""
     model = run.plan.model
     if run.head is None:
         return None
@@ -173,6 +173,13 @@ def _make_head_editor(run: PreparedRun) -> Editor | None:
         )
     own = [replace(one, layer=one.layer - model.n_layers) for one in run.plan.interventions]
     own = [one for one in own if one.layer >= 0]
+    for one, given in zip(own, (one for one in run.plan.interventions if one.layer >= model.n_layers), strict=True):
+        if one.layer >= run.head.n_layers:
+            last = model.n_layers + run.head.n_layers - 1
+            raise ValueError(
+                f"{given}: unknown layer {given.layer}; the model has layers 0 to {model.n_layers - 1}, its draft head "
+                f"{model.n_layers} to {last}"
+            )
     if timed := [one for one in own if one.phases is not None]:
         raise ValueError(f"{timed[0]}: a draft head has rows of phase draft alone; leave out phases=")
     return Editor(own, run.head, run.states, is_of_head=True) if own else None
@@ -195,7 +202,7 @@ class Execution:
         plan, states = self.plan, self.states = run.plan, run.states
         self.recorder = plan.recorder()
         self.head_passes = None
-        if run.head is not None and plan.recorded_capture.keeps_states:
+        if run.head is not None:
             head_recorder = plan.head_recorder(run.head)
             self.head_passes = HeadPasses(run.head, head_recorder, run.head_editor, run.head_positions)
         self._guard = RunGuard(plan.model, plan.fingerprint)

@@ -69,8 +69,11 @@ class RunPlan:
         return Recorder(self.model, self.recorded_capture, self.layers, self.lens, prompts, known)
 
     def head_recorder(self, head: DraftHeadLM) -> Recorder:
-        """Returns a new Recorder of a draft head's rows, of all its layers, which the logit lens reads."""
-        capture = replace(self.recorded_capture, phases=None, layers=None, dictionary=None)
+        """Returns a new Recorder of a draft head's rows, of all its layers, which the logit lens reads during the run.
+        Leaves out sites of heads that it lacks."""
+        heads = tuple(site for site in self.capture.heads if site not in head.lacks)
+        sites = self.capture.sites or None
+        capture = replace(self.capture, sites=sites, phases=None, layers=None, dictionary=None, heads=heads)
         prompts = {r.request_id: r.prompt_token_ids for r in self.requests}
         return Recorder(head, capture, tuple(range(head.n_layers)), LogitLens(), prompts)
 

@@ -114,6 +114,7 @@ class Engine:
             self.committer.forget_choices()
             if self._head_passes is not None:
                 self._head_passes.abandon(states)
+                self.runner.skip()  # the rows of these drafts have a step of their own
             return
         if self.runner.step == before:  # a drafter that runs no model
             self.runner.skip()
@@ -264,7 +265,7 @@ class Engine:
         self.committer.forget_choices()
         for state in states:
             self.committer.scrub(state)
-            if self._head_passes is not None:  # its rows of this step are discarded: the head computes them again
+            if self.runner.targets is not None:  # rows of this step are discarded: the head computes them again
                 release(self._drafter, state)
         if isinstance(error, BatchedPromptFault):
             for state in self.runner.checker.forbid_batched_prompts(str(error)):

@@ -100,7 +100,7 @@ class TraceData:
     """KVSnapshot (keys and values) by request, for requests with keep_kv=True; not saved."""
     head: "TraceData | None" = field(default=None, repr=False, compare=False)
     """Rows, states and readings of the drafter's head, a Trace of its own whose model is the head; None if the run's
-    drafter has no head, or if the run kept no states. Without a model if it was loaded from the disk."""
+    drafter has no head. Without a model if it was loaded from the disk."""
     reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
     reading_later: "Callable[[TraceData], None] | None" = field(default=None, repr=False, compare=False)

@@ -1,14 +1,20 @@
 """Draft heads in the engine: the states that they read, their caches, their recorded rows, edits of their layers."""
 
+import copy
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
 
 import cacheprobe as cp
+from cacheprobe.core.records import DraftCosts, EngineError
+from cacheprobe.engine import execution
 from cacheprobe.engine.drafters.base import DraftContext
 from cacheprobe.engine.drafters.chain import ChainDrafter
 from cacheprobe.kvcache.own_cache import OwnCache
@@ -259,3 +265,83 @@ def test_without_a_head_its_readings_are_refused() -> None:
     assert trace.head is None
     with pytest.raises(ValueError, match="recorded no draft head"):
         trace.hypotheses(include_head=True)
+
+
+# -- found by reading
+
+
+def test_a_chain_that_fails_once_is_made_again_without_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter(), capture=None)
+    step, chains = ChainDrafter._step, iter(range(100_000))
+
+    def failing(self: ChainDrafter, *args: object) -> Tensor:
+        if next(chains) == 3:
+            raise RuntimeError("a fault of the head")
+        return step(self, *args)
+
+    monkeypatch.setattr(ChainDrafter, "_step", failing)
+    trace = cp.run(loaded(), PROMPTS, **ALWAYS, drafter=TinyHeadDrafter(), capture=None)
+    assert next(chains) > 4 and not trace.meta["errors"]
+    assert [trace.committed(i) for i in range(5)] == [want.committed(i) for i in range(5)]
+
+
+def test_edits_of_a_head_act_without_capture_too() -> None:
+    edit = cp.interventions.zero(site="S", layer=loaded().n_layers + 2, request_id=0)
+    runs = [
+        cp.run(loaded(), PROMPTS[:1], **ALWAYS, drafter=TinyHeadDrafter(), capture=capture, interventions=edit)
+        for capture in (None, "STCZ")
+    ]
+    drafts = [[tuple(ids) for ids in run.events().proposed_token_ids] for run in runs]
+    assert drafts[0] == drafts[1]
+    assert runs[0].edits().rolled_back[0] == runs[1].edits().rolled_back[0] > 0
+    cp.verify(cp.run(loaded(), PROMPTS[:1], **ALWAYS, drafter=TinyHeadDrafter(), deterministic=True))
+
+
+def test_layers_that_nothing_has_are_refused() -> None:
+    edit = cp.interventions.zero(site="S", layer=999, request_id=0)
+    with pytest.raises(ValueError, match="unknown layer 999; the model has layers 0 to 2$"):
+        cp.run(loaded(), PROMPTS[:1], **SMALL, drafter=cp.drafters.NGram(), interventions=edit)
+    with pytest.raises(ValueError, match="unknown layer 999; the model has layers 0 to 2, its draft head 3 to 5"):
+        cp.run(loaded(), PROMPTS[:1], **SMALL, drafter=TinyHeadDrafter(), interventions=edit)
+
+
+def test_drafts_that_do_not_pay_have_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adaptive length drops them after the head has run; the model's own drafts of these positions are others."""
+    costs = DraftCosts(plain=(1.0, 1.2), draft=(0.001, 0.001), verify={4: 4.0})
+    monkeypatch.setattr(execution, "costs_of", lambda *args: costs)
+    settings = {**SMALL, "max_new_tokens": 40}
+    trace = cp.run(loaded(), PROMPTS[:3], **settings, drafter=TinyHeadDrafter(scale=0.3), deterministic=True)
+    read = trace.hypotheses(include_rolled_back=True, include_head=True)
+    read = read[(read.phase == "draft") & (read.layer == read.layer.max())]
+    assert read.drafted_token_id.isna().any()
+    own = read[read.drafted_token_id.notna()]
+    assert (own.token_id == own.drafted_token_id).all()
+
+
+def test_a_drafter_keeps_no_head_of_a_model_that_is_gone() -> None:
+    drafter, heads = TinyHeadDrafter(), []
+    for _ in range(4):
+        model = cp.load_model(copy.deepcopy(hf_model()))
+        cp.run(model, PROMPTS[:1], **ALWAYS, drafter=drafter)
+        heads.append(weakref.ref(drafter.head(model)))
+        del model
+    for _ in range(3):  # first the models, then the heads that were kept by them
+        gc.collect()
+    assert sum(head() is not None for head in heads) <= 1  # shape checks keep the first object that they see
+
+
+def test_a_head_that_gives_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = HeadLM.run
+    monkeypatch.setattr(HeadLM, "run", lambda self, *args: run(self, *args) * torch.nan)
+    with pytest.raises(EngineError, match="request.* step .*the draft head tiny-head gives NaN or infinite states"):
+        cp.run(loaded(), PROMPTS[:2], **ALWAYS, drafter=TinyHeadDrafter())
+
+
+def test_readings_of_a_head_beside_readings_that_come_later() -> None:
+    later = cp.run(loaded(), PROMPTS[:2], **ALWAYS, drafter=TinyHeadDrafter(), lens="later")
+    now = cp.run(loaded(), PROMPTS[:2], **ALWAYS, drafter=TinyHeadDrafter())
+    columns = ["request_id", "layer", "position", "token_id", "verdict"]
+    tables = [run.hypotheses(True, include_head=True)[columns] for run in (later, now)]
+    pd.testing.assert_frame_equal(*tables)
+    short = cp.run(loaded(), PROMPTS[:2], **{**ALWAYS, "max_new_tokens": 1}, drafter=TinyHeadDrafter())
+    assert len(short.hypotheses(include_head=True)) == len(short.hypotheses())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cacheprobe.core.devices import upload
 from cacheprobe.core.records import RowSlot
+from cacheprobe.core.values import whole_number
 from cacheprobe.engine.drafters.base import DraftContext, Drafter
 from cacheprobe.kvcache.own_cache import OwnCache
 from cacheprobe.kvcache.sequence import SequenceState
@@ -42,10 +43,12 @@ class ChainDrafter(Drafter, ABC):
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
     """Number of rows of committed tokens in the head's cache, by request."""
-    _own: "dict[HeadLM, OwnCache]" = field(default_factory=dict, init=False, repr=False, compare=False)
+    _own: "WeakKeyDictionary[HeadLM, OwnCache]" = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        if self.length < 1:
+        if whole_number(f"length of {type(self).__name__}", self.length) < 1:
             raise ValueError(f"{type(self).__name__}(length={self.length}) would draft nothing; give at least 1")
 
     @abstractmethod
@@ -109,6 +112,7 @@ class ChainDrafter(Drafter, ABC):
             with context.recording(rows, (len(part), width)):
                 cache_rows, starts = [own.row_of(state) for state in part], [start for start, _ in part.values()]
                 residual = head.run(token_ids, given, own.cache, cache_rows, starts)
+                require_finite(head, [residual[b, : end - start] for b, (start, end) in enumerate(part.values())])
             for b, (state, (start, end)) in enumerate(part.items()):
                 self._fed[state] = end
                 newest[state] = residual[b, end - start - 1]
@@ -144,7 +148,9 @@ class ChainDrafter(Drafter, ABC):
         (token_ids,) = upload(head.device, [torch.tensor(newest)[:, None]])
         with context.recording(rows, (len(rows), 1)):
             cache_rows = [own.row_of(state) for state in drafted]
-            return head.run(token_ids, head.fed_back(residual)[:, None], own.cache, cache_rows, starts)[:, 0]
+            residual = head.run(token_ids, head.fed_back(residual)[:, None], own.cache, cache_rows, starts)[:, 0]
+            require_finite(head, [residual])
+        return residual
 
     def _goes_on(self, head: DraftHeadLM, state: SequenceState, drafted: Sequence[int]) -> bool:
         """Returns whether a token may follow those drafted."""
@@ -155,3 +161,10 @@ class ChainDrafter(Drafter, ABC):
         """Returns how many tokens may still be added to a request's draft; none if 0 or less."""
         limit = min(self.length, state.num_left - 1, head.n_ctx - state.last_committed_position)
         return (limit if state.draft_cap is None else min(limit, state.draft_cap)) - num_drafted
+
+
+def require_finite(head: DraftHeadLM, states: Sequence[Tensor]) -> None:
+    """Raises: ValueError if the states of a pass of a head hold NaN or infinity. On a GPU, on which the host would wait
+    for the pass, the choice of a token raises instead."""
+    if head.device.type == "cpu" and not all(bool(one.isfinite().all()) for one in states):
+        raise ValueError(f"the draft head {head.name} gives NaN or infinite states; check its weights, or load float32")

@@ -12,6 +12,7 @@ from cacheprobe.core.registry import register
 from cacheprobe.core.values import folder as checked_folder
 from cacheprobe.engine.drafters.base import DraftContext
 from cacheprobe.engine.drafters.blocks import BlockDrafter, Recorded
+from cacheprobe.engine.drafters.chain import require_finite
 from cacheprobe.kvcache.own_cache import OwnCache
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
@@ -56,6 +57,7 @@ class DFlash(BlockDrafter):
         with context.recording(rows, (len(states), head.block_size)):
             places = [own.row_of(state) for state in states], [state.last_committed_position for state in states]
             residual = head.run_block(token_ids, own.cache, *places)[:, 1:]
+            require_finite(head, [residual])
         return head.read_out(residual.flatten(0, 1)).unflatten(0, residual.shape[:2])
 
     def _room(self, head: DraftHeadLM, state: SequenceState, num_drafted: int) -> int:

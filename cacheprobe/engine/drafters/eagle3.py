@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from cacheprobe.core.registry import register
 from cacheprobe.core.values import folder as checked_folder
+from cacheprobe.core.values import listed, whole_number
 from cacheprobe.engine.drafters.chain import ChainDrafter
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.heads.convention import check_convention
@@ -25,14 +26,23 @@ class Eagle3(ChainDrafter):
 
     folder: "str | Path"
     """Folder of the head, in the layout of speculators, or of SafeAILab, vLLM and SGLang."""
-    layer_ids: Sequence[int] | None = None
-    """Layers of the model that the head reads, if not those that the folder names."""
+    layer_ids: "Sequence[int] | int | str | None" = None
+    """Layers of the model that the head reads, if not those that the folder names; on a command line 2+15+27."""
     layers_are: str | None = None
     """"inputs" if a layer id is the block that a state enters, "outputs" if it is the block that the state leaves; None
     as the folder's layout has it, which is then checked by the head's own predictions."""
     verifier: str | None = None
     """The name that the head stores for its model, if the model has another name here."""
     name: ClassVar[str] = "eagle3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ids = self.layer_ids
+        if isinstance(ids, str):  # of a command line, where commas separate options
+            ids = [int(one) if one.isdecimal() else one for one in ids.split("+")]
+        if ids is not None:
+            ids = tuple(whole_number("a layer id of Eagle3", one) for one in listed(ids))
+            object.__setattr__(self, "layer_ids", ids)
 
     def bind(self, model: CachedLM) -> HeadLM:
         """Returns the head in the folder. Raises: ValueError as `load_eagle3`; as `check_convention` unless the layers

@@ -12,6 +12,7 @@ from cacheprobe.core.registry import register
 from cacheprobe.core.values import folder as checked_folder
 from cacheprobe.engine.drafters.base import DraftContext
 from cacheprobe.engine.drafters.blocks import BlockDrafter, Recorded
+from cacheprobe.engine.drafters.chain import require_finite
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.heads.lm import DraftHeadLM
@@ -46,6 +47,7 @@ class Medusa(BlockDrafter):
         rows = self.rows(head, states, Recorded(0, head.num_heads, None))
         with context.recording(rows, (len(states), head.num_heads)):
             residual = head.run(given)
+            require_finite(head, [residual])
         return head.read_out(residual.flatten(0, 1)).unflatten(0, residual.shape[:2])
 
     def _room(self, head: DraftHeadLM, state: SequenceState, num_drafted: int) -> int:

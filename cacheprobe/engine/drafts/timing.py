@@ -10,7 +10,7 @@ from dataclasses import replace
 from cacheprobe import __version__
 from cacheprobe.core.config import CaptureConfig
 from cacheprobe.core.files import write_json
-from cacheprobe.core.records import MANY, DraftCosts, Observer, Request, StepRecord
+from cacheprobe.core.records import MANY, DraftCosts, EngineError, Observer, Request, StepRecord
 from cacheprobe.core.values import JsonDict
 from cacheprobe.engine.checker import RecomputeChecker
 from cacheprobe.engine.drafters.base import Drafter, always_drafts, drafted_layers, release
@@ -78,7 +78,10 @@ def costs_of(plan: RunPlan, checker: RecomputeChecker) -> DraftCosts | None:
     with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
         return DraftCosts.from_record(json.loads(path.read_text(encoding="utf-8")))
     print(f"measuring what drafts of {drafter.name} cost, once: some seconds", file=sys.stderr, flush=True)
-    costs = measure(plan, checker, drafter)
+    try:
+        costs = measure(plan, checker, drafter)
+    except EngineError:  # a drafter that fails also fails in the run, which says for which requests
+        return None
     with suppress(OSError):  # a folder that cannot be written
         write_json(path, costs.record())
     return costs

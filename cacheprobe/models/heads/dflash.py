@@ -92,6 +92,8 @@ class BlockHeadLM(HeadLM):
     Twin: transformers' MuseGlimmerAssistantModel with a DFlashCache, close(1e-5) in float32.
     """
 
+    lacks = (PATTERN,)
+
     def __init__(
         self,
         live: DFlashHead,

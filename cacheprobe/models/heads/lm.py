@@ -22,6 +22,8 @@ class DraftHeadLM(PlainSites):
 
     target_sites: tuple[tuple[str, int], ...]
     """(site, layer) of the target's states that it reads."""
+    lacks: tuple[str, ...] = ()
+    """Sites of attention heads that it does not have, or not in the form of a trace."""
 
     def head_writer(self, layer: int) -> HeadWriter:
         """Raises: ModelError, unless the head has attention."""

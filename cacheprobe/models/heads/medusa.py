@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from cacheprobe.core.hook_names import ATTENTION_SITES
 from cacheprobe.kvcache.staged import StagedCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.heads.files import HeadFiles, open_head
@@ -81,6 +82,8 @@ class MedusaLM(DraftHeadLM):
     Source: Medusa, Cai et al. 2024 (arXiv 2401.10774).
     Twin: tests.twins.block_heads_slowly.medusa_logits, close(1e-5) in float32.
     """
+
+    lacks = ATTENTION_SITES
 
     def __init__(self, live: MedusaHeads, target: CachedLM, name: str) -> None:
         """live: the heads.  target: the model whose last state they read, after its final norm."""

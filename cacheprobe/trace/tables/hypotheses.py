@@ -36,9 +36,10 @@ def hypotheses_of(trace: "TraceData", include_rolled_back: bool, include_head: b
         table = table.sort_values(["request_id", "step", "row", "layer"], kind="stable")
     if include_head:
         head = trace.require_head()
-        own = hypotheses_of(head, True)
-        own = own.assign(row=own.row + len(trace.row_table), layer=own.layer + head.meta["head"]["first_layer"])
-        table = pd.concat([table, own]).sort_values(["request_id", "step", "row", "layer"], kind="stable")
+        if head.recorded_readings is not None:  # None if it never drafted
+            own = hypotheses_of(head, True)
+            own = own.assign(row=own.row + len(trace.row_table), layer=own.layer + head.meta["head"]["first_layer"])
+            table = pd.concat([table, own]).sort_values(["request_id", "step", "row", "layer"], kind="stable")
     if not include_rolled_back:
         table = table[~table.status.isin(DISCARDED_DRAFT)]
     return table.reset_index(drop=True)
