@@ -49,7 +49,7 @@ drafts[["request_id", "position", "chain_step", "verdict", *SHARES, "norm"]].hea
 chain = drafts[drafts.chain_step == STEPS].iloc[0]
 rows = drafts[(drafts.request_id == chain.request_id) & (drafts.row <= chain.row)].tail(STEPS)
 patterns = trace.head.pattern_rows(0, rows.row.tolist())
-weights = pd.DataFrame([pattern.mean(0).tolist() for pattern in patterns], index=rows.chain_step)
+weights = pd.DataFrame([pd.Series(pattern.mean(0).tolist()) for pattern in patterns]).set_axis(rows.chain_step)
 labels = {"x": "position", "y": "chain step", "color": "weight"}
 px.imshow(weights, labels=labels, title="Attention of one chain, mean over heads", template="plotly_white", height=320)
 

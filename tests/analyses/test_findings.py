@@ -224,7 +224,7 @@ def test_a_small_model_is_its_seeds_and_learns() -> None:
 @pytest.mark.parametrize(
     ("name", "preset", "seeds", "message"),
     [
-        ("belief-geometri", "tiny", 3, "unknown name 'belief-geometri' among findings; there are belief-geometry"),
+        ("belief-geometri", "tiny", 3, "unknown name 'belief-geometri' among findings; there are attention-drift"),
         ("belief-geometry", "huge", 3, "has no preset 'huge'; it has tiny, small, full"),
         ("belief-geometry", "tiny", 2, "--seeds must be 3 to 10, got 2; an interval needs three"),
     ],

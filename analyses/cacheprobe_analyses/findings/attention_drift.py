@@ -9,7 +9,6 @@ margin, and beyond the divergence from the verified model? And where a draft was
 
 import numpy as np
 import pandas as pd
-import plotly.graph_objects as go
 
 import cacheprobe as cp
 from cacheprobe.core.registry import register
@@ -118,7 +117,7 @@ class AttentionDrift(Finding):
         rounded = pd.DataFrame(points).round(5).astype(object)
         return Measured(values, rounded.where(rounded.notna(), None).to_dict("records"))
 
-    def figure(self, points: list[JsonDict]) -> go.Figure:
+    def figure(self, points: list[JsonDict]) -> object:
         return cp.plots.drift_figure(pd.DataFrame(points))
 
 

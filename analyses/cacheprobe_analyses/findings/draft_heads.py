@@ -40,6 +40,12 @@ class Settings:
     """Tokens that a missing head can draft."""
 
 
+class _Eagle3(cp.drafters.Eagle3):
+    """Drafts whatever it costs, so that the costs are not measured first."""
+
+    always_drafts = True
+
+
 def drafted_traces(settings: Settings, seed: int, length: int) -> Iterator[cp.Trace]:
     """Yields a run of the seed's prompts with drafts of `length` tokens by its EAGLE-3 head, and one with its head with
     norm_output. Their traces keep what the model fed the head, the model's last states, and the head's attention."""
@@ -48,7 +54,7 @@ def drafted_traces(settings: Settings, seed: int, length: int) -> Iterator[cp.Tr
         kept = Path(settings.heads or stack.enter_context(TemporaryDirectory()))
         for has_norm in (False, True):
             folder = trained_head(model, settings, seed, has_norm, kept)
-            drafter = cp.drafters.Eagle3(folder, length=length, layers_are="inputs")
+            drafter = _Eagle3(folder, length=length, layers_are="inputs")
             layers = [layer for _, layer in drafter.head(model).target_sites]
             capture = cp.CaptureConfig("SZ", layers=(*layers, model.n_layers - 1), heads=("pattern",))
             yield cp.run(
