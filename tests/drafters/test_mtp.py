@@ -99,7 +99,7 @@ def test_no_draft_changes_what_is_committed(family: str, sampling: cp.SamplingPa
 
 def test_the_drafter_by_name_and_its_refusals() -> None:
     drafter = make("drafters", "mtp:length=2")
-    assert repr(drafter) == "MTP(length=2, model=None)"
+    assert repr(drafter) == "MTP(length=2, model=None, folder=None)"
     trace = cp.run(loaded("qwen3_5_text"), PROMPTS, **SETTINGS, drafter=drafter)
     assert trace.num_drafted and max(map(len, trace.events().draft_token_ids)) == 2
     with pytest.raises(ModelError, match="LlamaForCausalLM was made without files"):
