@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from cacheprobe.training.settings import DictionarySettings, LoraSettings, TunedLensSettings
+from cacheprobe.training.settings import (
+    DictionarySettings,
+    Eagle3Settings,
+    LoraSettings,
+    MtpSettings,
+    TunedLensSettings,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +28,8 @@ from cacheprobe.training.settings import DictionarySettings, LoraSettings, Tuned
         (DictionarySettings, dict(site="z"), "unknown site to train on 'z'"),
         (DictionarySettings, dict(features=96, k=97), "k must be at most the number of features, 96"),
         (DictionarySettings, dict(held_out=1.0), "held_out is a share"),
-        (dict(token_weight=0.0), "token_weight must be more than 0"),
+        (Eagle3Settings, dict(draft_vocab=0), "draft_vocab must be a whole number of at least 1"),
+        (MtpSettings, dict(steps=0), "steps must be"),
     ],
 )
 def test_settings_are_checked(settings: Any, bad: dict[str, Any], match: str) -> None:
