@@ -149,7 +149,8 @@ def test_the_card_shows_what_the_draft_head_read_beside_the_layers(tmp_path: Pat
     read = read[(read.phase == "draft") & (read.request_id == line.request_id) & (read.position == line.position - 1)]
     own = read[(read.step == line.drafted_step) & (read.layer == read.layer.max())].iloc[0]
     assert "What the draft head read here" in shown
-    assert f"<th title='step {own.step}, token {own.chain_step} of its draft, head layer 2'>" in shown
+    assert f"<th title='step {own.step}, token {own.chain_step} of its draft, head layer 2, rejected'>" in shown
     framed = re.findall(r'<td class="right"[^>]*title="step (\d+), token[^"]*">([^<>]*<\d+>)</td><', shown)
     assert (str(own.step), line.drafted_token) in framed
-    assert shown.count("<td>rejected</td>") == 3  # the head's layers
+    assert shown.count(f"{own.step}·{own.chain_step} ✗</th>") == 3  # the head's layers
+    assert shown.index("What the draft head read here") < shown.index("Most likely tokens by layer")

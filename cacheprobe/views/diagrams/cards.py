@@ -19,6 +19,8 @@ from cacheprobe.views.thoughts.columns import Column, Story, story_of
 
 _COLUMNS = 7
 """Largest width of a token in the table of layers, in columns of a monospaced font."""
+_SIGNS = {"accepted": "✓", "rejected": "✗", "unverified": "–"}
+"""What a line of the draft head shows of its verdict."""
 _VERDICTS = {"committed": "committed as computed", "abandoned": "abandoned before a verdict"}
 
 
@@ -72,8 +74,9 @@ def token_card(
     note = f"{markup(insight(readings, rows_here, outcomes, texts))}." if has_note else ""
     if line.status in DISCARDED_DRAFT:
         outcomes = ()  # the next token was committed after another text
-    body = f'<dl class="facts">{_facts(line, depth, outcomes, texts, input_token)}</dl>{_layer_table(table, texts)}'
+    body = f'<dl class="facts">{_facts(line, depth, outcomes, texts, input_token)}</dl>'
     body += _head_table(drafting, int(line.layer) + 1, texts) if len(drafting) else ""
+    body += _layer_table(table, texts)
     return Markup.of(_title(line, depth), body, note)
 
 
@@ -155,11 +158,12 @@ def _head_table(table: pd.DataFrame, first_layer: int, token_texts: Mapping[int,
     for line in table.sort_values(["step", "layer"], ascending=[True, False]).itertuples():
         about = f"step {line.step}, token {line.chain_step} of its draft, head layer {int(line.layer) - first_layer}"
         cells = _cells(line, about, line.drafted_token_id, token_texts)
-        name = f"{line.step}·{line.chain_step}"
-        lines.append(f"<tr><th title='{about}'>{name}</th>{cells}<td>{line.verdict}</td></tr>")
-    note = "What the draft head read here: step·token of its draft. Framed: the token that it drafted."
+        name = f"{line.step}·{line.chain_step} {_SIGNS[line.verdict]}"
+        lines.append(f"<tr><th title='{about}, {line.verdict}'>{name}</th>{cells}</tr>")
+    note = "What the draft head read here: step·token of its draft. Framed: the token that it drafted; ✓ accepted, "
+    note += "✗ rejected, – unverified."
     return (
-        f'<div class="ladder" tabindex="0"><table><thead><tr><th>head</th>{head}<th></th></tr></thead>'
+        f'<div class="ladder" tabindex="0"><table><thead><tr><th>head</th>{head}</tr></thead>'
         f'<tbody>{"".join(lines)}</tbody></table></div><p class="note">{note}</p>'
     )
 
