@@ -50,7 +50,7 @@ class Eagle3(ChainDrafter):
         head = load_eagle3(
             checked_folder("folder of Eagle3", self.folder),
             model,
-            layer_ids=self.layer_ids,
+            layer_ids=None if self.layer_ids is None else listed(self.layer_ids),
             layers_are=self.layers_are,
             verifier=self.verifier,
         )
