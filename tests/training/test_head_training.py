@@ -1,5 +1,6 @@
 """EAGLE-3 heads and MTP modules that were trained on a trace draft better than untrained ones, and are read again."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,10 @@ def test_the_commands_record_train_and_compare(
             eagle3_command(out=tmp_path / "a", **{**few, "texts": 15})
     mtp_command(run=trace.save(tmp_path / "run"), out=tmp_path / "b", **few)
     assert "MTP(" in capsys.readouterr().out and not (tmp_path / "b" / "run").exists()
+    about = tmp_path / "b" / "seed-0" / "about.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "model_name": "another"}))
+    with pytest.raises(ValueError, match="holds an MTP module of another, the model is"):
+        cp.drafters.MTP(folder=about.parent).check(recorded.model or cp.load_model(str(folder), dtype="float32"))
 
 
 def test_what_does_not_fit_is_refused(

@@ -12,6 +12,7 @@ from transformers.modeling_layers import MtpModel
 
 from cacheprobe.core.live import LiveConfig, LiveModule
 from cacheprobe.core.terminal import without_progress_bars
+from cacheprobe.lenses.dictionaries.files import read_json
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.heads.files import open_head
 from cacheprobe.models.heads.lm import HeadLM
@@ -73,11 +74,16 @@ def load_mtp(model: CachedLM, folder: "str | Path | None" = None) -> HeadLM:
     The files are those of the folder or hub name that the model was loaded from, or those of another folder, where the
     module may stand alone. Embedding, final norm, rotation and unembedding are the model's own modules.
     Raises: ModelError for a model without files, without an MTP module or with several, for pickled or quantised
-    weights, missing tensors and wrong shapes, and for a model inside a bridge or on several devices.
+    weights, missing tensors and wrong shapes, for a module trained for a model of another name, and for a model inside
+    a bridge or on several devices.
     """
     plain = usable(getattr(model, "plain", None) or model)  # of a BridgeLM, the PlainLM with the same weights
     live: LiveModule = plain.live
     source = str(folder or live.config.name_or_path or "")
+    if folder is not None and (about := Path(folder) / "about.json").exists():  # of `cacheprobe train mtp`
+        trained_for = read_json(about).get("model_name")
+        if trained_for != plain.name:
+            raise ModelError(f"{folder} holds an MTP module of {trained_for}, the model is {plain.name}; use its own")
     layout = _find_layout(plain.name, live.config, plain.n_layers, _keys(plain.name, source))
     stand_in = copy.copy(live)  # the same modules under another config: that of `live` must stay as it is
     stand_in.config = config_with_module(live.config)
