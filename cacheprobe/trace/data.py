@@ -175,8 +175,7 @@ class TraceData:
         """Returns `head`. Raises: ValueError if the run recorded none."""
         if self.head is None:
             raise ValueError(
-                "this run recorded no draft head; run it with a drafter that has one, such as cp.drafters.Eagle3, and "
-                "with capture="
+                "this run recorded no draft head; run it with a drafter that has one, such as cp.drafters.Eagle3"
             )
         return self.head
 

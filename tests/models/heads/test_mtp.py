@@ -160,7 +160,6 @@ def test_weights_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_model_inside_a_bridge_is_refused_and_one_on_its_bridge_is_not(tmp_path: Path) -> None:
-    pytest.importorskip("transformer_lens")
     one = load_mtp(loaded("qwen2").bridged())
     assert torch.equal(rows(loaded("qwen2"), one, TEXT), rows(loaded("qwen2"), head("qwen2"), TEXT))
     write_checkpoint("qwen2", tmp_path)
