@@ -74,15 +74,25 @@ def test_a_slow_disk_gets_lines_of_the_journal_too(tmp_path: Path, monkeypatch: 
 
 
 def test_a_line_of_the_journal_tells_nothing_of_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written in the background, while the run goes on."""
-    lines, append = [], disk_writer.append_part
+    """It is written in the background, while the run goes on: here two rounds later."""
+    lines, append, end_round = [], disk_writer.append_part, disk_writer.DiskWriter.end_round
+    rounds, written, numbers = threading.Semaphore(0), threading.Semaphore(0), itertools.count(1)
 
     def late(directory: Path, part: dict[str, Any]) -> None:
-        time.sleep(0.1)
+        for _ in range(2):
+            rounds.acquire(timeout=0.1)  # none comes after the last round
         lines.append((part["step"], [step for _, step in part["preemptions"]]))
         append(directory, part)
+        written.release()
+
+    def noted(self: Any, states: Any, **given: Any) -> None:
+        end_round(self, states, **given)
+        rounds.release()
+        if next(numbers) % 4 == 0:  # a quick machine would end the run before the second line
+            written.acquire(timeout=1)
 
     monkeypatch.setattr(disk_writer, "append_part", late)
+    monkeypatch.setattr(disk_writer.DiskWriter, "end_round", noted)
     cp.run(loaded(), PROMPTS, **(LONG | {"max_kv_tokens": 90, "max_new_tokens": 24}), capture="S", out=tmp_path)
     assert any(preempted for _, preempted in lines[:-1])
     assert all(step <= last for last, preempted in lines for step in preempted)

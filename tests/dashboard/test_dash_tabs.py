@@ -251,7 +251,7 @@ def test_no_attack_is_run_in_any_tab(browser: Browser, attacked: str) -> None:
             assert "hacked" in page.inner_text(f"#panel-{tab}")
             assert page.evaluate(PLANTED) == 0
             page.click("#run")  # names of folders stand in the menu
-            assert page.get_by_role("option").first.inner_text() == f"a{NAME}"
+            assert page.get_by_role("listbox").get_by_role("option").first.inner_text() == f"a{NAME}"
             page.keyboard.press("Escape")
         for tab in ("results", "probes"):
             page.goto(f"{attacked}?tab={tab}")
