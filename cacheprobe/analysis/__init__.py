@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from cacheprobe.trace.tables.reasoning import reasoning_spans as reasoning_spans
     from cacheprobe.trace.tables.reasoning import with_reasoning as with_reasoning
     from cacheprobe.trace.tables.routing import routing as routing
+    from cacheprobe.trace.tables.token_table import group_rejections as group_rejections
+    from cacheprobe.trace.tables.token_table import token_table as token_table
+    from cacheprobe.trace.tables.token_table import tokens_with_text as tokens_with_text
 
 _HOMES = {
     "cacheprobe.analysis.draft_acceptance": "acceptance expected_speedup",
@@ -63,6 +66,7 @@ _HOMES = {
     "cacheprobe.trace.tables.engine_differences": "engine_differences",
     "cacheprobe.trace.tables.reasoning": "reasoning_spans with_reasoning",
     "cacheprobe.trace.tables.routing": "routing",
+    "cacheprobe.trace.tables.token_table": "group_rejections token_table tokens_with_text",
 }
 """Module -> names of its public functions."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

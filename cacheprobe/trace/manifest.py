@@ -228,10 +228,10 @@ class CheckedFiles:
         with self.naming(name):
             return pq.ParquetFile(pa.PythonFile(_Readable(self, name), mode="r"), pre_buffer=True)
 
-    def table(self, name: str) -> pa.Table:
-        """Returns a table of the run. Raises: TraceError as `read`."""
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """Returns a table of the run. columns: to read; None for all. Raises: TraceError as `read`."""
         with self.naming(name):
-            return pq.read_table(pa.BufferReader(pa.py_buffer(self.read(name))))
+            return pq.read_table(pa.BufferReader(pa.py_buffer(self.read(name))), columns=columns)
 
     def lines(self, name: str, key: str, values: Sequence[int]) -> pa.Table:
         """Returns the lines of a table whose column `key` holds one of `values`. Reads only those parts of the file

@@ -23,6 +23,7 @@ from cacheprobe.views.findings import (
     ways_figure,
 )
 from cacheprobe.views.grids import attribution_patching_grid, flip_grid, patching_grid, routing_figure
+from cacheprobe.views.overview.figures import run_overview
 from cacheprobe.views.probes import (
     disagreement_figure,
     final_choice_figure,
@@ -67,6 +68,7 @@ __all__ = [
     "rollback_prediction_figure",
     "rolled_back",
     "routing_figure",
+    "run_overview",
     "simplex_figure",
     "state_algorithm_figure",
     "sweep_grid",

@@ -92,6 +92,10 @@ _TABLES = {
     "reasoning_spans": "request_id span first_position end_position num_tokens is_closed",
     "routing": f"{_ROW} layer rank:int64 expert weight",
     "states": "row request_id step phase status position token_id token site layer",
+    "token_table": "request_id step position verdict times:int64 committed_token_id committed_token drafted_token_id "
+    "drafted_token chain_step drafter_layer first_at_drafter_layer:boolean prediction_depth first_at_layer:Int64 "
+    "disagreement:float64 disagreement_layer:Int64 disagreement_token:str entropy_nats margin_nats logprob_nats",
+    "layers of tokens": "layer verdict rows:int64 committed_first:float64 drafted_first:float64",
     "tokens_at": "request_id place token_id margin_nats born decided_step outcome state token",
 }
 TABLES: dict[str, dict[str, str]] = {
