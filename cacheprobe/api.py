@@ -32,6 +32,7 @@ from cacheprobe.models.settings import hold_model
 from cacheprobe.models.weights import hashing_once
 from cacheprobe.trace.places import clean_finished
 from cacheprobe.trace.recording.observers import Interrupted, ProgressBar, cancelling
+from cacheprobe.trace.recording.stored_states import require_model
 from cacheprobe.trace.recording.stream import Stream
 from cacheprobe.trace.recording.to_disk import ImportOutput, OutputOptions, to_disk
 from cacheprobe.trace.tables.edits import edit_warnings
@@ -311,10 +312,14 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     """Returns the Trace saved in a directory. Reads its tables now, and its states when they are first used.
 
     model: the run's model, for lenses and analyses that need its weights.
-    Raises: TraceError for a directory without a readable manifest.json, for an unknown version of the trace format, and
-    for a file that is missing or has another size than the manifest says.
+    Raises: ValueError for a model with other weights than the run's; TraceError for a directory without a readable
+    manifest.json, for an unknown version of the trace format, and for a file that is missing or has another size than
+    the manifest says.
     """
-    return readable(open_trace(folder("directory", directory), model))
+    trace = open_trace(folder("directory", directory), model)
+    if model is not None and trace.fingerprint["weights_sha256"]:  # "" for an import without a model
+        require_model(trace, model)
+    return readable(trace)
 
 
 def _progress_bar(plan: RunPlan, is_shown: bool, done: int = 0) -> ProgressBar:

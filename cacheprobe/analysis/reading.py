@@ -1,6 +1,7 @@
 """Reads the captured states of a trace with any lens, at S, T or C, for rows of every status; computes divergences of
 whole distributions, and ranks of rejected tokens."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
@@ -26,20 +27,24 @@ if TYPE_CHECKING:
 
 
 def readable(trace: "Trace") -> "Trace":
-    """Changes an imported trace, or a loaded run with lens="later", so that `trace.hypotheses()` reads its states with
-    the logit lens; returns the same trace.
+    """Changes a trace without lens readings, or a loaded run with lens="later", so that `trace.hypotheses()` reads its
+    states with the logit lens; returns the same trace.
 
-    The trace needs its model. Another trace is returned unchanged.
+    The trace needs its model. A run that recorded readings is returned unchanged.
     """
     if trace.is_unread:
         trace.reading_later = read_now
-    if trace.meta["kind"] == "import":
-        trace.reading_of_import = _by_logit_lens
+    if trace.meta["kind"] == "import" or "Z" not in (trace.meta["capture"]["sites"] or ""):
+        trace.reading_of_states = _by_logit_lens
     return trace
 
 
 def _by_logit_lens(trace: "TraceData") -> pd.DataFrame:
-    """Reads the captured states of a trace with the logit lens; returns the DataFrame of `read_states`."""
+    """Reads the captured states of a trace with the logit lens; returns the DataFrame of `read_states`. Warns if the
+    states were stored rounded."""
+    kept, dtype = trace.meta["capture"]["dtype"], trace.fingerprint["dtype"]
+    if kept not in (None, dtype):
+        warnings.warn(f"Z is read from states of a {dtype} model that were stored in {kept}", RuntimeWarning, 2)
     return read_states(cast("Trace", trace), LogitLens())
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, TypedDict
 
-from cacheprobe.core.hook_names import ALL_SITES, HEAD_SITES, SITES
+from cacheprobe.core.hook_names import ALL_SITES, HEAD_SITES, SITES, captured_letters, site_advice, site_named
+from cacheprobe.core.other_names import dtype_name
 from cacheprobe.core.values import (
     NO_FLAG,
     JsonDict,
@@ -169,7 +170,7 @@ class CaptureConfig(KnownKeywords):
 
     sites: "str | None" = field(default=ALL_SITES, metadata=as_flag(str, "capture"))
     """Sites to keep: letters of S (residual stream), T (attention output), C (MLP output) and Z (lens readings at site
-    S); None for tokens and events alone."""
+    S), or names such as "resid_post"; None for tokens and events alone."""
     heads: "str | Sequence[str]" = field(default=(), metadata=as_flag(tuple[str, ...]))
     """Head activations to keep: one or more of q, k, v, z and pattern; router, the experts of each token; and
     recurrent, the state of a recurrent layer after each token."""
@@ -205,19 +206,20 @@ class CaptureConfig(KnownKeywords):
 
     def __post_init__(self) -> None:
         try:
-            sites = "" if self.sites is None else "".join(self.sites)
-        except TypeError:
+            sites = "" if self.sites is None else captured_letters(self.sites)
+        except (TypeError, AttributeError):
             raise ValueError(f"capture must be a text of S, T, C and Z, or None, got {self.sites!r:.60}") from None
         if self.sites is not None and not sites:
             raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z, or None")
         for site in sites:
             require_one_of("site to capture", site, ALL_SITES)
-        heads = listed(self.heads)
+        heads = [site_named(site) if isinstance(site, str) else site for site in listed(self.heads)]
         for site in heads:
-            require_one_of("site of heads", site, HEAD_SITES)
-        if self.dtype is not None:
-            require_one_of("dtype for captured states", self.dtype, KEPT_DTYPES)
-        kept: JsonDict = {"sites": sites, "heads": tuple(site for site in HEAD_SITES if site in heads)}
+            require_one_of("site of heads", site, HEAD_SITES, site_advice)
+        dtype = None if self.dtype is None else dtype_name(self.dtype)
+        if dtype is not None:
+            require_one_of("dtype for captured states", dtype, KEPT_DTYPES)
+        kept: JsonDict = {"sites": sites, "dtype": dtype, "heads": tuple(site for site in HEAD_SITES if site in heads)}
         for name, known in (("phases", PHASES), ("statuses", STATUSES), ("layers", None), ("positions", None)):
             if (given := getattr(self, name)) is None:
                 continue

@@ -2,6 +2,7 @@
 one."""
 
 import re
+from collections.abc import Iterable
 
 SITES = ("S", "T", "C")
 """S: residual stream after a block; T: attention output; C: MLP output."""
@@ -75,6 +76,9 @@ def resid_pre_name(layer: int) -> str:
 
 
 _SITE_OF_HOOK = {hook: site for site, hook in _HOOKS.items()}
+_SITE_OF_WORD = {hook.rpartition("hook_")[2]: site for hook, site in _SITE_OF_HOOK.items()}
+_SITE_OF_WORD |= {"hidden_states": "S", "attentions": PATTERN}
+"""Names that TransformerLens (without "hook_") and transformers give to sites, without a layer."""
 _BLOCK_HOOK = re.compile(r"blocks\.(\d{1,6})\.([\w.]{1,60})")
 
 
@@ -92,6 +96,40 @@ def site_of_hook(name: str) -> tuple[str, int] | None:
     return _entering(site, layer)
 
 
+def site_named(name: str) -> str:
+    """Returns the site that a name of TransformerLens or transformers means, such as "S" for "resid_post",
+    "hook_resid_post" and "hidden_states", or "z" for "attn.hook_z". Other names are returned unchanged."""
+    return _SITE_OF_WORD.get(name.removeprefix("attn.").removeprefix("hook_"), name)
+
+
+def site_advice(name: str) -> str:
+    """Returns the end of an error message for another library's name of a site, such as "; here it is 'S', with
+    layer=3"; "" for other names."""
+    site, layer = site_of_hook(name) or (site_named(name), None)
+    return "" if site == name else f"; here it is {site!r}" + ("" if layer is None else f", with layer={layer}")
+
+
+def captured_letters(sites: "str | Iterable[str]") -> str:
+    """Returns the sites of `CaptureConfig` as letters: "ST" for "ST", for ["S", "T"] and for ["resid_post",
+    "attn_out"]. Letters that are no site are returned too.
+
+    Raises: ValueError for a name that means a head, the stream before a block, or one layer; the message says what to
+    write instead.
+    """
+    letters = ""
+    for name in [sites] if isinstance(sites, str) else sites:
+        site, layer = site_of_hook(name) or (site_named(name), None)
+        layers = "" if layer is None else f", layers={layer}"
+        if site in HEAD_SITES:
+            raise ValueError(f"{name!r} is of heads or experts; write CaptureConfig(heads=({site!r},){layers})")
+        if site == "pre":
+            raise ValueError(f"{name!r} enters a block; write CaptureConfig(sites='S'): S of the block below equals it")
+        if layers:
+            raise ValueError(f"{name!r} is one layer's; write CaptureConfig(sites={site!r}{layers})")
+        letters += site
+    return letters
+
+
 _BLOCK_ENDS = {"hook_out": "S", "hook_in": "pre"}
 """Names that TransformerBridge gives the hooks at the ends of a block."""
 _MODULE_ENDS = ("attn.hook_out", "mlp.hook_out")
@@ -103,8 +141,9 @@ _MODULE = re.compile(r"(?:model\.)*(?:layers|transformer\.h|gpt_neox\.layers)\.(
 def place_of(site: str, layer: int | None) -> tuple[str, int]:
     """Returns (site, layer) of a site as a user names it: a letter with a layer, or a hook point of another library.
 
-    Hook points: TransformerLens's ("blocks.3.hook_resid_post", "blocks.3.hook_attn_out"), with the layer in the name;
-    and a block's output as nnsight names it ("model.layers[3].output[0]", "transformer.h.3").
+    Hook points: TransformerLens's ("blocks.3.hook_resid_post", "blocks.3.hook_attn_out"), with the layer in the name,
+    or without it ("resid_post", see `site_named`); and a block's output as nnsight names it
+    ("model.layers[3].output[0]", "transformer.h.3").
     Raises: ValueError for a hook point without states here, without a layer, or with two different layers.
     """
     name = re.sub(r"\[(\d{1,6})\]", r".\1", site)
@@ -123,13 +162,16 @@ def place_of(site: str, layer: int | None) -> tuple[str, int]:
     if found is not None and found[0] in ATTENTION_SITES:
         raise ValueError(f"{site!r} is of attention heads; say site='T' with layer={found[1]} and head=")
     if found is None:
-        if "." in site:
+        known = site_named(site)
+        if "." in known:
             raise ValueError(
                 f"{site!r} is no hook point with states here; sites are S, T, C, pre, router and recurrent, with layer="
             )
+        if known in ATTENTION_SITES:
+            raise ValueError(f"{site!r} is of attention heads; say site='T' with layer= and head=")
         if layer is None:
             raise ValueError(f"site {site} needs layer=")
-        return site, layer
+        return known, layer
     if layer is not None and layer != found[1]:
         raise ValueError(f"{site!r} is at layer {found[1]}, and layer={layer} was given; leave out layer=")
     return found

@@ -387,7 +387,7 @@ class DraftCosts:
         width = min((width for width in self.verify if width >= num_tokens), default=max(self.verify))
         return num_passes * self.verify[width] + num_rows * self.row
 
-    def undrafted(self, num_requests: int, num_running: int, num_verified: int, group: int) -> float:
+    def undrafted(self, num_requests: int, num_running: int, num_verified: float, group: int) -> float:
         """Returns the seconds in which a run without a drafter generates one token of each of `num_requests`, which
         decode with the others of `num_running`, and of which the verifier verifies some."""
         of_verified = max(self.verify.values()) / (max(self.verify) * group) + self.row

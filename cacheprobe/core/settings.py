@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
+from cacheprobe.core.other_names import keyword_advice
 from cacheprobe.core.values import NO_FLAG, as_flag, hint, listed, number, require_encodable, whole_number
 
 
@@ -41,6 +42,8 @@ class SamplingParams:
 
     def __new__(cls, *args: object, **settings: object) -> "SamplingParams":
         for name in settings.keys() - cls.__dataclass_fields__.keys():
+            if advice := keyword_advice(name, cls.__dataclass_fields__):
+                raise ValueError(f"unknown sampling setting {name!r}{advice}")
             raise ValueError(
                 f"{name} is no sampling setting here: what changes logits must be a function of the committed tokens "
                 f"alone, so that it can be rolled back; there are {', '.join(cls.__dataclass_fields__)}"

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat, SupportsIndex, TypeAlias, Union, cast
 
+from cacheprobe.core.other_names import keyword_advice
+
 Json: TypeAlias = Union[bool, int, float, str, list["Json"], dict[str, "Json"], None]  # noqa: UP007
 """A value as json.loads returns it."""
 JsonDict: TypeAlias = dict[str, Any]
@@ -46,10 +48,12 @@ def whole_number(name: str, value: object, at_least: int | None = None) -> int:
     raise ValueError(f"{name} must be a whole number{bound}, got {value!r:.60}")
 
 
-def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
-    """Checks that `value` is one of `known`. Raises: ValueError that says which there are otherwise."""
+def require_one_of(name: str, value: object, known: Iterable[str], advice: Callable[[str], str] | None = None) -> None:
+    """Checks that `value` is one of `known`. Raises: ValueError that says which there are otherwise. advice: from
+    the value, the end of the message."""
     if not isinstance(value, str) or value not in (known := tuple(known)):
-        raise ValueError(f"unknown {name} {value!r:.60}; choose one of {', '.join(known)}")
+        more = advice(value) if advice is not None and isinstance(value, str) else ""
+        raise ValueError(f"unknown {name} {value!r:.60}; choose one of {', '.join(known)}{more}")
 
 
 def listed(value: Any) -> list[Any]:
@@ -163,12 +167,12 @@ def hint(name: object, known: Iterable[str]) -> str:
 
 
 def require_known_options(given: Mapping[str, object], known: Iterable[str]) -> None:
-    """Checks that every option of `given` is in `known`. Raises: TypeError for another option; its message gives the
-    nearest one, if there is one."""
+    """Checks that every option of `given` is in `known`. Raises: TypeError for another option; its message gives ours
+    for a name of another library, else the nearest one, if there is one."""
     known = tuple(known)
     for name in given:
         if name not in known:
-            raise TypeError(f"unknown argument {name!r}{hint(name, known)}")
+            raise TypeError(f"unknown argument {name!r}{keyword_advice(name, known) or hint(name, known)}")
 
 
 def no_attribute(owner: str, name: str, known: Iterable[str]) -> AttributeError:

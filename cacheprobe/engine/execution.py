@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 
+from cacheprobe.analysis.reading import readable
 from cacheprobe.core.config import CaptureConfig, EngineConfig
 from cacheprobe.core.records import DraftCosts, Observer
 from cacheprobe.core.values import JsonDict
@@ -289,4 +290,4 @@ class Execution:
                     trace.head.model = self.head_passes.head
         trace.interventions = plan.interventions
         trace.kept_rows = {s.request_id: s.kept_rows for s in states if s.kept_rows is not None}
-        return trace
+        return readable(trace)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack, cast
 
 from cacheprobe.core.config import AUTO, DTYPES
 from cacheprobe.core.live import LiveModule, LiveTokenizer, without_collection
+from cacheprobe.core.other_names import dtype_name
 from cacheprobe.core.terminal import announcing
 from cacheprobe.core.values import JsonDict, require_known_options
 from cacheprobe.models.base import CachedLM, ModelError
@@ -67,10 +68,10 @@ def load_model(
     tokenizer: for a live model; without one, prompts must be lists of token ids. It is used as it is, and not changed:
     `model.encode(text)` gives `tokenizer(text).input_ids`. Of a TransformerBridge, the tokenizer as its files configure
     it, without the start token that TransformerLens adds.
-    dtype: "float32", "bfloat16", "float16" or "float64" (or torch's). Default: "auto", the dtype of the model's files,
-    as transformers takes it; float32 for a .gguf file and with an adapter. A live model or a bridge keeps its own
-    dtype; another dtype is refused. In float64 no state is rounded to float32, even where the libraries would do so:
-    use it to measure the error of the other dtypes.
+    dtype: "float32", "bfloat16", "float16" or "float64" (or torch's, or a short name such as "bf16"). Default: "auto",
+    the dtype of the model's files, as transformers takes it; float32 for a .gguf file and with an adapter. A live model
+    or a bridge keeps its own dtype; another dtype is refused. In float64 no state is rounded to float32, even where the
+    libraries would do so: use it to measure the error of the other dtypes.
     device: "cpu", "cuda" or "cuda:1", for a name or directory; a live model or a bridge stays on its device.
     device_map: instead of device, the device of each part of the model, as transformers takes it: a dict or "auto".
     adapter: a LoRA adapter for a name or directory: "coin-flip", or a directory that peft wrote. The adapter is merged
@@ -307,7 +308,7 @@ def _refuse_thoughts(options: LoadOptions, what: str) -> None:
 
 def _dtype_name(dtype: object) -> str:
     """Returns the name of a dtype, such as "float32"; "auto" for None. Raises: ModelError for an unsupported dtype."""
-    name = AUTO if dtype is None else str(dtype).removeprefix("torch.")
+    name = AUTO if dtype is None else dtype_name(dtype)
     if name not in (AUTO, *DTYPES):
         raise ModelError(f"unknown dtype {name!r}; choose one of {', '.join((AUTO, *DTYPES))}")
     return name

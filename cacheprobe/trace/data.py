@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEAD_SITES, PATTERN, SITE_NAMES, site_label
+from cacheprobe.core.hook_names import HEAD_SITES, PATTERN, SITE_NAMES, site_advice, site_label
 from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.records import STATUSES, Request
 from cacheprobe.core.tokens import special_token_ids
@@ -101,8 +101,9 @@ class TraceData:
     head: "TraceData | None" = field(default=None, repr=False, compare=False)
     """Rows, states and readings of the drafter's head, a Trace of its own whose model is the head; None if the run's
     drafter has no head. Without a model if it was loaded from the disk."""
-    reading_of_import: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
-    """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for imports only."""
+    reading_of_states: "Callable[[TraceData], pd.DataFrame] | None" = field(default=None, repr=False, compare=False)
+    """Function (trace) -> DataFrame that reads the captured states with the logit lens; set for traces that recorded no
+    readings."""
     reading_later: "Callable[[TraceData], None] | None" = field(default=None, repr=False, compare=False)
     """Function (trace) that reads Z from the stored S and adds it to the trace; set for runs with lens="later" only."""
     table_files: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -323,8 +324,8 @@ class TraceData:
         """Raises: ValueError if states of this site or this layer were not captured, with the reason."""
         if site not in SITE_NAMES and site not in HEAD_SITES:
             raise ValueError(
-                f"unknown site {site!r}; states are kept at {', '.join(map(site_label, SITE_NAMES))}, and heads at "
-                f"{', '.join(HEAD_SITES)}"
+                f"unknown site {site!r}{site_advice(site)}; states are kept at "
+                f"{', '.join(map(site_label, SITE_NAMES))}, and heads at {', '.join(HEAD_SITES)}"
             )
         captured = (*self.store.sites, *self.store.heads)
         self.require_there(site)

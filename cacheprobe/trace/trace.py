@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEAD_SITES
+from cacheprobe.core.hook_names import HEAD_SITES, site_advice
 from cacheprobe.core.values import folder, hint
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
@@ -108,10 +108,9 @@ class Trace(TraceData):
         Columns: those of `trace.tables.build.hypotheses_table`; `drafted_token`, `chain_step` (its number in its
         draft), `verdict` and `prediction_depth` of `trace.tables.draft_verdicts.with_verdicts`; `read_token`, the row's
         input token; top_tokens, the texts of top_token_ids. A Thinking States model's thoughts are included, at site
-        "thought". For an import without readings, and at the first call for a run with lens="later", the logit lens
-        reads the captured states.
-        Raises: ValueError if the run has neither lens readings nor thoughts, if Z of a run with lens="later" is not
-        read yet and the trace was loaded without its model, and with `include_head` if the run recorded no head.
+        "thought". If the run kept S without Z, or has lens="later", the first call reads S through the logit lens.
+        Raises: ValueError if the run has neither lens readings nor thoughts and they cannot be read now, because it
+        kept no S or the trace was loaded without its model; with `include_head` also if the run recorded no head.
         """
         return hypotheses_of(self, include_rolled_back, include_head)
 
@@ -184,7 +183,7 @@ class Trace(TraceData):
         Raises: ValueError for another site, or one that was not captured.
         """
         if site not in HEAD_SITES:
-            raise ValueError(f"unknown site {site!r} of heads; they are {', '.join(HEAD_SITES)}")
+            raise ValueError(f"unknown site {site!r} of heads; they are {', '.join(HEAD_SITES)}{site_advice(site)}")
         return self.vectors(site, layer, self._canonical_rows(request_id))
 
     def pattern(self, layer: SupportsIndex, request_id: SupportsIndex) -> Tensor:

@@ -259,7 +259,7 @@ TOKENS = [1, 2, 3, 4]
     [
         (lambda: cp.Request(TOKENS, arrival=2), "arrival_step"),
         (lambda: cp.CaptureConfig(site="S"), "sites"),
-        (lambda: cp.SamplingParams(max_tokens=3), "max_new_tokens"),
+        (lambda: cp.SamplingParams(max_new_token=3), "max_new_tokens"),
         (lambda: cp.lode_model, "load_model"),
         (lambda: cp.plots.lens_grids, "lens_grid"),
         (lambda: cp.interventions.zero(request_id=0, sit="S", layer=1), "site"),

@@ -208,7 +208,7 @@ def test_empty_answers_are_errors(drafted: cp.Trace) -> None:
     with pytest.raises(ValueError, match="no thoughts"):
         drafted.thoughts()
     with pytest.raises(ValueError, match="read no lens"):
-        cp.run(loaded(), PROMPTS[:1], **SMALL, capture="S").hypotheses()
+        cp.run(loaded(), PROMPTS[:1], **SMALL, capture="T").hypotheses()
     assert "rolled back" in repr(drafted) and "5 requests" in repr(drafted)
 
 

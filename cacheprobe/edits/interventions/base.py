@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Required, TypeAlias, TypedDict, cast
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES
+from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES, site_advice
 from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.records import PHASES
@@ -138,7 +138,7 @@ class Intervention:
             if (given := getattr(self, name)) is not None:
                 keep(name, tuple(whole_number(f"{self}: one of {name}", one, at_least=0) for one in listed(given)))
         keep("phases", None if self.phases is None else tuple(listed(self.phases)))
-        require_one_of(f"site for {self.name}", self.site, EDITED_SITES)
+        require_one_of(f"site for {self.name}", self.site, EDITED_SITES, site_advice)
         if self.head is not None and self.site not in SITES_OF_HEADS:
             raise ValueError(f"{self}: only sites {' and '.join(SITES_OF_HEADS)} have heads; leave out head=")
         for phase in self.phases or ():

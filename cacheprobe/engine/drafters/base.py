@@ -29,12 +29,14 @@ To add a drafter, write one file in this folder, such as repeat_last.py, which d
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from inspect import Parameter, signature
 from itertools import islice
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from cacheprobe.core.records import EngineError, ObserverError, RowSlot
+from cacheprobe.core.registry import available, same_name
 from cacheprobe.core.values import repr_of_settings, whole_number
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
@@ -147,8 +149,8 @@ def require_drafter(drafter: Any, model: CachedLM | None) -> None:
     if isinstance(drafter, type) or missing:
         lacks = f", which has no {missing[0]}" if missing and not isinstance(drafter, type | str) else ""
         raise ValueError(
-            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}{lacks}; names stand "
-            "only in command lines"
+            f"a drafter is an object such as cp.drafters.EarlyExit(layer=20), got {drafter!r:.60}{lacks}; "
+            f"{_how_to_make(drafter)}"
         )
     try:
         drafter.check(model) if model is not None else None
@@ -156,6 +158,22 @@ def require_drafter(drafter: Any, model: CachedLM | None) -> None:
         raise
     except Exception as error:  # a user's own code
         raise ValueError(f"check of drafter {drafter.name} failed, {type(error).__name__}: {error!s:.200}") from error
+
+
+def _how_to_make(given: object) -> str:
+    """Returns the end of an error message: how to make a drafter from what was given instead of one, such as "write
+    drafter=cp.drafters.EarlyExit(layer=...)" for the name "early_exit" and for the class."""
+    known = available("drafters")
+    name, _, settings = given.partition(":") if isinstance(given, str) else ("", "", "")
+    chosen = given if isinstance(given, type) else known.get(same_name(name.lower(), known) or "")
+    if chosen is not None:
+        needed = [one.name for one in signature(chosen).parameters.values() if one.default is Parameter.empty]
+        settings = settings or ", ".join(f"{setting}=..." for setting in needed)
+        return f"write drafter=cp.drafters.{chosen.__name__}({settings})"
+    if hasattr(given, "new_cache") or hasattr(given, "generate"):
+        loaded = "model" if hasattr(given, "new_cache") else "cp.load_model(model)"
+        return f"write drafter=cp.drafters.DraftModel({loaded})"
+    return f"there are {', '.join(made.__name__ for made in known.values())} in cp.drafters"
 
 
 def propose(

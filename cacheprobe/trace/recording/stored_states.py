@@ -85,8 +85,8 @@ def require_model(trace: TraceData, model: CachedLM | None) -> CachedLM:
         )
     if model_weights != run_weights:
         raise ValueError(
-            f"the trace is of weights {run_weights}, {model.name} has {model_weights}; load "
-            f"{trace.fingerprint['model']} as it was run"
+            f"the trace is of weights {run_weights}, {model.name} has {model_weights}; load the run's model as it was: "
+            f"cp.load_model({trace.fingerprint['model']!r}, dtype={trace.fingerprint['dtype']!r})"
         )
     return model
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.core.records import DISCARDED_DRAFT, MANY, DraftCosts
-from cacheprobe.core.values import JsonDict
+from cacheprobe.core.values import JsonDict, TableLine
 from cacheprobe.trace.tables.schema import token_text, typed
 from cacheprobe.trace.tables.token_history import COMMITTED, token_history
 
@@ -121,7 +121,7 @@ def _steps(events: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     return steps[steps.phase != "prefill"]
 
 
-def _seconds(step: "pd.Series", costs: DraftCosts) -> float:
+def _seconds(step: TableLine, costs: DraftCosts) -> float:
     """Returns the seconds of one line of `_steps`."""
     if step.phase == "verify":
         return costs.verifying(step.width, 1, step.drafted + step.requests)

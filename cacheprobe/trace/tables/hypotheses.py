@@ -54,14 +54,14 @@ def _readings(trace: "TraceData") -> pd.DataFrame:
 
 
 def _judged(trace: "TraceData") -> pd.DataFrame:
-    """Returns the lens readings, each with the verdict on the draft token that it predicts. An import without readings
-    is read now by the logit lens, if its model and states are there. Raises: ValueError if there are no readings and
-    none can be made."""
+    """Returns the lens readings, each with the verdict on the draft token that it predicts. If none were recorded, the
+    logit lens reads the stored states now. Raises: ValueError without readings, states or model."""
     if trace.hypothesis_table is not None:
         lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
         return with_verdicts(trace.hypothesis_table, trace.row_table, trace.event_table, lengths, trace.token_texts)
-    if trace.reading_of_import is not None and trace.model is not None and "S" in trace.store.sites:
-        return trace.reading_of_import(trace)
+    has_states = trace.reading_of_states is not None and "S" in trace.store.sites
+    if has_states and trace.model is not None and not trace.is_unread:
+        return trace.reading_of_states(trace)
     trace.require_there("Z")
     if trace.is_unread:
         raise ValueError(UNREAD)
@@ -69,4 +69,9 @@ def _judged(trace: "TraceData") -> pd.DataFrame:
     if "Z" in capture["sites"]:
         filters = f"positions={capture['positions']}, phases={capture['phases']}"
         raise ValueError(f"the capture filters {filters} kept no row that predicts a generated token; widen them")
-    raise ValueError("this run read no lens; run it with 'Z' in capture=")
+    if has_states:
+        raise ValueError(
+            "this run read no lens, but kept S: hypotheses() reads it with the run's model, from "
+            f"cp.load_trace(dir, cp.load_model({trace.fingerprint['model']!r}))"
+        )
+    raise ValueError("this run read no lens and kept no S; run it with 'Z' or 'S' in capture=")
