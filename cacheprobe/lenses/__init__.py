@@ -13,3 +13,8 @@ __all__ = [  # noqa: RUF022
     "JacobianLens", "Lens", "LensError", "LogitLens", "Patchscope", "ThoughtLens", "TunedLens",
     "Dictionary", "DictionaryConfig", "DictionaryError",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for dir() and completion."""
+    return sorted(__all__)

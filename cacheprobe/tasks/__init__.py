@@ -58,3 +58,8 @@ __all__ = [
     "to_dataset",
     "word_tokenizer",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for dir() and completion."""
+    return sorted(__all__)

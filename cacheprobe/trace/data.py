@@ -22,6 +22,7 @@ from cacheprobe.trace.state_store import StateStore, layer_number, ragged_starts
 from cacheprobe.trace.tables.draft_verdicts import draft_line, drafts_of_rows
 
 _NO_LINES = np.empty(0, dtype=np.int64)
+_LOOKED_UP = ("rows", "events", "ledger", "readings", "recorded readings")
 
 
 class Lookup:
@@ -109,10 +110,9 @@ class TraceData:
     table_files: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Names of the Parquet files of a saved run by table."""
     lookup: dict[str, Lookup] = field(
-        default_factory=lambda: {name: Lookup() for name in ("rows", "events", "ledger")},
-        init=False, repr=False, compare=False,
-    )  # fmt: skip
-    """Indices of the tables of rows, events and ledger, for lines of one request."""
+        default_factory=lambda: {name: Lookup() for name in _LOOKED_UP}, init=False, repr=False, compare=False
+    )
+    """Indices of the tables, for lines of one request."""
     judged_readings: pd.DataFrame | None = field(default=None, init=False, repr=False, compare=False)
     """Lens readings with the verdicts on draft tokens, computed at the first call of `hypotheses`."""
 

@@ -136,6 +136,16 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def computed_by(fingerprint: JsonDict) -> str:
+    """Returns text for a repr: the path that computed a run, and with which code, such as "plain path, compiled
+    loops" or "bridge path, TransformerLens"; of an import, the program."""
+    path, products = str(fingerprint.get("path", "unknown")), str(fingerprint.get("products") or "torch")
+    if path.startswith("imported"):
+        return path
+    code = "Triton kernels" if "Triton" in products else "compiled loops" if products != "torch" else "torch"
+    return f"{path} path, {'TransformerLens' if path == 'bridge' else code}"
+
+
 def self_checks_text(meta: JsonDict) -> str:
     """Returns text for a repr: how often a request's tokens were computed twice and compared, and how many results
     differed; "" if no pass was compared."""

@@ -1,9 +1,10 @@
 """Defines `Trace`: requests, states, lens readings, events and cache changes of a run, in memory or on disk."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, overload
 
 import pandas as pd
 import torch
@@ -15,7 +16,8 @@ from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import TraceError
-from cacheprobe.trace.self_checks import self_checks_text
+from cacheprobe.trace.one_request import RequestTrace, chosen_requests
+from cacheprobe.trace.self_checks import computed_by, self_checks_text
 from cacheprobe.trace.state_store import ShardStore, read_tensors
 from cacheprobe.trace.storage import TABLES, request_from_record, save_trace
 from cacheprobe.trace.stored import StoredRun, duckdb, open_run
@@ -29,6 +31,13 @@ from cacheprobe.trace.tables.schema import arrow_table
 if TYPE_CHECKING:
     from duckdb import DuckDBPyRelation
 
+_INTERNAL = frozenset(
+    "event_table feature_table hypothesis_table is_unread judged_readings kept ledger_table lookup "
+    "reading_later reading_of_states recorded_readings require_head require_there row_table state_indices store "
+    "stored_readings table_files texts thought_table thoughts_said token_table".split()
+)
+"""Fields and methods that other modules of the package use, and that `dir` leaves out."""
+
 
 @dataclass(repr=False)
 class Trace(TraceData):
@@ -37,12 +46,32 @@ class Trace(TraceData):
     A row is one token of one pass, at that token's absolute position p. Its state and lens reading predict the token at
     p + 1. Every token of the prompt and of the generated text, but the newest, has one canonical row, of status
     `committed`: prompt + generated - 1 rows. A request that starts from a KVSnapshot has none at the cached positions.
+    len(trace) counts requests; trace[2], trace[-1], trace[1:3] and a loop over the trace give each as a `RequestTrace`.
     """
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[RequestTrace]:
+        return iter(self[:])
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> RequestTrace: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RequestTrace]: ...
+    def __getitem__(self, index: "SupportsIndex | slice") -> "RequestTrace | list[RequestTrace]":
+        """Returns one request by its number, or a list of a slice. Raises: IndexError for an unknown request."""
+        return chosen_requests(self, index)
+
+    def __dir__(self) -> list[str]:
+        """Returns the names that users need, for dir() and completion."""
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in _INTERNAL]
 
     def __repr__(self) -> str:
         steps = self.event_table.drop_duplicates("step").phase.value_counts()
         phases = ", ".join(f"{steps.get(phase, 0)} {phase}" for phase in ("prefill", "decode", "verify"))
         text = f"Trace({len(self.requests)} requests, {steps.sum()} steps: {phases}"
+        text += f"; {computed_by(self.fingerprint)}"
         text += f"; {line}" if (line := self.draft_line) else ""
         if self.meta.get("interventions"):
             committed = self.edits().committed

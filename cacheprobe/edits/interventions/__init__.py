@@ -25,3 +25,8 @@ __all__ = [
     "swap",
     "zero",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for dir() and completion."""
+    return sorted(__all__)

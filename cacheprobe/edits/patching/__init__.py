@@ -7,3 +7,8 @@ from cacheprobe.edits.patching.pairs import activation, prefix
 from cacheprobe.edits.patching.tracing import causal_tracing
 
 __all__ = ["PatchingGrid", "activation", "attribution", "causal_tracing", "prefix"]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for dir() and completion."""
+    return sorted(__all__)

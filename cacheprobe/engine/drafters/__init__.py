@@ -24,3 +24,8 @@ __all__ = [
     "Replayed",
     "Scripted",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for dir() and completion."""
+    return sorted(__all__)

@@ -4,3 +4,8 @@ from cacheprobe.lenses.dictionaries.config import DictionaryConfig, DictionaryEr
 from cacheprobe.lenses.dictionaries.dictionary import Dictionary
 
 __all__ = ["Dictionary", "DictionaryConfig", "DictionaryError"]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for dir() and completion."""
+    return sorted(__all__)

@@ -26,3 +26,8 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         raise no_attribute("module 'cacheprobe.lenses.probes'", name, __all__)
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, for dir() and completion."""
+    return sorted(__all__)

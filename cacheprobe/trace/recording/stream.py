@@ -89,7 +89,7 @@ class Stream:
             try:
                 next(self._steps)
             except StopIteration as end:
-                self._trace = self._trace or end.value
+                self._trace = end.value if self._trace is None else self._trace
                 raise StopIteration from None
             self._ready.extend(self._new_pieces())
         return self._ready.popleft()

@@ -20,15 +20,23 @@ DECIDING_COLUMNS = ["row", "request_id", "step", "position", "layer", "token_id"
 """Columns of the lens readings that `layers_that_decided` needs."""
 
 
-def rejected_of(trace: "TraceData") -> pd.DataFrame:
+def rejected_of(trace: "TraceData", request_id: int | None = None) -> pd.DataFrame:
     """Returns the table of `Trace.rejected`: a DataFrame with one line for each rejected draft, by request and step.
 
+    request_id: only this request's lines; None for all.
     Needs no model, unless Z is not read yet. A run without lens readings has no flip_layer and no margins.
     Twin: tests.twins.rejected_slowly, ==.
     """
+
+    def own(name: str, table: pd.DataFrame) -> pd.DataFrame:
+        """Returns the request's lines of a table, or all. name: of its index in the trace."""
+        return table if request_id is None else trace.lookup[name].lines_of(table, request_id)
+
     prompts = {request.request_id: request.prompt_token_ids for request in trace.requests}
-    table = rejected_drafts(trace.event_table, trace.row_table, prompts, trace.tokens, trace.token_texts)
+    events, rows = own("events", trace.event_table), own("rows", trace.row_table)
+    table = rejected_drafts(events, rows, prompts, trace.tokens, trace.token_texts)
     readings = None if table.empty else trace.hypothesis_table
+    readings = None if readings is None else own("recorded readings", readings)
     return with_layers(table, None if readings is None else layers_that_decided(table, readings))
 
 
