@@ -25,7 +25,7 @@ def address(runs: Path) -> Iterator[str]:
 
 def test_the_theme_is_changed(browser: Browser, address: str) -> None:
     paper = "getComputedStyle(document.getElementById('page')).backgroundColor"
-    with opened(browser, address, color_scheme="dark") as page:
+    with opened(browser, f"{address}?tab=replay", color_scheme="dark") as page:
         answered(page, "text", run=0)
         assert "e-broken" in page.inner_text(".broken") and "not saved to its end" in page.inner_text(".broken")
         assert page.evaluate(paper) != "rgb(255, 255, 255)"
@@ -138,7 +138,7 @@ def test_views_are_asked_for_before_dash_has_drawn_the_page(browser: Browser, ad
     with watched(browser, address, width=width) as page, requests_of(page) as asked:
         layouts: list[Route] = []
         page.route("**/_dash-layout", lambda route: layouts.append(route))
-        page.goto(address)
+        page.goto(f"{address}?tab=replay")
         heard(page, lambda: bool(layouts) and any("grid" in views for views in asked))
         page.evaluate("new Promise((yes) => setTimeout(yes, 600))")  # what is asked ahead is asked after 400
         before = [set(views) for views in asked if views]
@@ -250,7 +250,7 @@ def test_lens_and_site_are_read_now_where_the_model_is_here(browser: Browser, ad
         column.locator(".pick[data-layer='0']").click()
         answered(page, "gave", position=int(column.get_attribute("data-position") or -1))
         assert page.inner_html("#gave-view") != first, "once open, it is of the token that is clicked"
-        page.goto(f"{address}?run=0")  # of a model that was given live: nothing on the disk is its name
+        page.goto(f"{address}?run=0&tab=replay")  # of a model that was given live: nothing on the disk is its name
         answered(page, "card", run=0)
         assert "is not on this machine" in page.inner_text("#lens-why")
         page.get_by_text("What gave this logit?").click()

@@ -74,7 +74,7 @@ def takes_little_work(browser: Browser, run: Path, clicks: list[tuple[int, int]]
         sum(len(json.dumps(view(), default=str)) for view in views.values()) for views in views_of_clicks(run, clicks)
     ]
     assert max(sizes) <= CLICK_BYTES, sizes
-    with served(RunList.of([run])) as address, opened(browser, address) as page:
+    with served(RunList.of([run])) as address, opened(browser, f"{address}?tab=replay") as page:
         for name in VIEWS:
             answered(page, name, run=0)
         page.wait_for_timeout(1000)

@@ -190,7 +190,10 @@ def test_a_lens_is_chosen_by_menu(browser: Browser, tmp_path: Path) -> None:
     lens = cp.lenses.TunedLens.fresh(trace.model)
     lens.biases.add_(1.0)
     lens.save(tmp_path / "lens")
-    with served(RunList.of([tmp_path / "run"], lenses=[tmp_path / "lens"])) as url, opened(browser, url) as page:
+    with (
+        served(RunList.of([tmp_path / "run"], lenses=[tmp_path / "lens"])) as url,
+        opened(browser, f"{url}?tab=replay") as page,
+    ):
         answered(page, "grid", lens="recorded", site="S")
         cells = page.locator("#grid-view .column .pick")
         recorded = [cell.get_attribute("data-says") for cell in cells.all()]
@@ -244,7 +247,7 @@ def _attacked(held: object) -> object:
 
 def test_no_attack_is_run_in_any_tab(browser: Browser, attacked: str) -> None:
     with opened(browser, f"{attacked}?run=0", width=390) as page:
-        for tab, run in (("replay", 0), ("rejected", 0), ("thoughts", 2), ("compare", 0)):
+        for tab, run in (("overview", 0), ("replay", 0), ("rejected", 0), ("thoughts", 2), ("compare", 0)):
             page.goto(f"{attacked}?run={run}&tab={tab}")
             for name in VIEWS[tab]:
                 answered(page, name, run=run)

@@ -95,7 +95,7 @@ def test_a_page_follows_a_run_that_another_process_records(browser: Browser, tmp
 
 def test_an_interrupted_run_says_how_it_goes_on(browser: Browser, interrupted: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(interrupted, tmp_path / "stopped"))
-    with served(RunList.of([directory])) as url, opened(browser, url) as page:
+    with served(RunList.of([directory])) as url, opened(browser, f"{url}?tab=replay") as page:
         until(page, f"/Interrupted: .* of {MOST} tokens, and no process records it/.test({SAYS})")
         assert f'cp.resume("{directory}", model, ...)' in page.inner_text("#growth")  # begun in Python with a drafter
         until(page, "/stopped \\(interrupted\\)/.test(document.querySelector('.menu-run').innerText)")
@@ -118,7 +118,7 @@ def test_an_interrupted_run_says_how_it_goes_on(browser: Browser, interrupted: P
 
 def test_a_csv_of_an_unfinished_run_says_how_far_it_is(browser: Browser, interrupted: Path) -> None:
     """It holds what is recorded when it is saved, which the page may not show yet."""
-    with served(RunList.of([interrupted])) as url, opened(browser, f"{url}?run=0") as page:
+    with served(RunList.of([interrupted])) as url, opened(browser, f"{url}?run=0&tab=replay") as page:
         answered(page, "timeline", run=0)
         button = page.locator("[data-export=csv][data-view=timeline]")
         with page.expect_download() as saved:

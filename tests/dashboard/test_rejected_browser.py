@@ -216,12 +216,12 @@ def test_n_and_p_lead_on_from_any_tab(browser: Browser, address: str, lines: lis
 
 
 def test_the_keys_are_listed(browser: Browser, address: str) -> None:
-    with opened(browser, f"{address}?run=0", width=390) as page:
+    with opened(browser, f"{address}?run=0&tab=replay", width=390) as page:
         answered(page, "card")
         before = at(page)
         page.keyboard.press("?")
         dialog = page.get_by_role("dialog")
-        for said in ("next, previous rejected draft", "search", "Home, End", "lens grid", "open the rejected draft"):
+        for said in ("next, previous rejected draft", "search", "Home, End", "lens grid", "open the token"):
             assert said in dialog.inner_text()
         assert "first layer from which" in dialog.inner_text() and page.evaluate("keys.scrollTop") == 0
         box = dialog.bounding_box()

@@ -42,7 +42,7 @@ def token(page: Page, position: int) -> str:
 def test_it_is_the_first_view_and_the_lens_grid_is_above_the_fold(
     browser: Browser, address: str, width: int, theme: str
 ) -> None:
-    with opened(browser, f"{address}?theme={theme}", width=width) as page:
+    with opened(browser, f"{address}?tab=replay&theme={theme}", width=width) as page:
         answered(page, "grid")
         until(page, f"document.querySelectorAll('{TOKEN}').length === 72")
         tops = {name: page.locator(name).bounding_box() for name in ("#text-card", "#lens-card", "#insight-view")}
@@ -152,7 +152,7 @@ def test_a_feature_of_the_card_colours_the_text(browser: Browser, address: str, 
 
 
 def test_thoughts_stand_below_the_text_and_features_that_are_not_there_are_said(browser: Browser, address: str) -> None:
-    with opened(browser, address + "?run=1") as page:
+    with opened(browser, address + "?run=1&tab=replay") as page:
         answered(page, "text", run=1)
         below = page.locator("#text-view .thought").last
         box, thought = below.bounding_box(), below.locator("rt").bounding_box()

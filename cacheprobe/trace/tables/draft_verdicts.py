@@ -115,9 +115,10 @@ def _steps(events: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     steps = counts.groupby("step").agg({**how, "proposed": "max"})
     layers = rows.groupby("step").num_layers.max().reindex(steps.index)
     spans = events.groupby("request_id").step.agg(["min", "max"])
-    running = [int(((spans["min"] <= step) & (spans["max"] >= step)).sum()) for step in steps.index]
+    started, ended = (np.searchsorted(np.sort(spans[name]), steps.index, side) for name, side in
+                      (("min", "right"), ("max", "left")))  # fmt: skip
     is_plain = (steps.phase == "decode") & (steps.tokens > 0)
-    steps = steps.assign(is_whole=layers == layers.max(), num_running=running, is_plain=is_plain)
+    steps = steps.assign(is_whole=layers == layers.max(), num_running=started - ended, is_plain=is_plain)
     return steps[steps.phase != "prefill"]
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
-from cacheprobe.trace.tables.draft_verdicts import drafts_table, prediction_depths
+from cacheprobe.trace.tables.draft_verdicts import prediction_depths
 from cacheprobe.trace.tables.schema import token_text, typed
 
 if TYPE_CHECKING:
@@ -53,21 +54,10 @@ def rejected_drafts(
     events, rows: as in `Trace.events` and `Trace.rows`.  prompts, tokens: token ids by request, of its prompt and of
     what it committed.  texts: by token id.
     """
-    drafts = drafts_table(events)
-    drafts = drafts[drafts.verdict == "rejected"]
-    lengths = {request_id: len(prompts[request_id]) for request_id in drafts.request_id.unique().tolist()}
-    table = pd.DataFrame(
-        {
-            "request_id": drafts.request_id,
-            "step": drafts.judged.astype("int64"),
-            "position": drafts.request_id.map(lengths) + drafts.place,
-            "drafted_token_id": drafts.drafted_token_id,
-            "drafted_step": drafts.born,
-        }
-    )
-    lost = events[["request_id", "step", "num_rolled_back"]]
-    table = table.merge(lost, on=["request_id", "step"], how="left", validate="one_to_one")
-    whole = {request_id: [*prompts[request_id], *tokens[request_id]] for request_id in lengths}
+    table = rejections(events)
+    whole = {
+        request_id: [*prompts[request_id], *tokens[request_id]] for request_id in table.request_id.unique().tolist()
+    }
     places = [(whole[request_id], at) for request_id, at in zip(table.request_id, table.position, strict=True)]
     committed = [ids[at] if at < len(ids) else None for ids, at in places]
     table["drafted_token"] = [token_text(texts, token) for token in table.drafted_token_id]
@@ -76,8 +66,42 @@ def rejected_drafts(
     before = [ids[max(at - TOKENS_AROUND, 0) : at] for ids, at in places]
     table["text_before"] = ["".join(token_text(texts, token) for token in ids) for ids in before]
     table["drafter_layer"] = _drafter_layers(rows, table)
-    table = typed(table.sort_values(["request_id", "step"], ignore_index=True), "Trace.rejected")
-    return table.drop(columns=DECIDED_COLUMNS)
+    return typed(table, "Trace.rejected").drop(columns=DECIDED_COLUMNS)
+
+
+def rejections(events: pd.DataFrame) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each rejected draft, by request and step.
+
+    Columns: request_id; step, of the verify pass; position and drafted_token_id, of the first draft token that the
+    verifier did not choose; chain_step, its number in its draft, from 1; num_rolled_back, this token and those behind
+    it; drafted_step, in which it was drafted.
+    events: as in `Trace.events`.
+    """
+    events = events.sort_values(["request_id", "step"], kind="stable")
+    accepted = events.num_accepted.fillna(-1).to_numpy(dtype=np.int64)
+    drafted, num_drafted = joined(events.draft_token_ids)
+    _, num_proposed = joined(events.proposed_token_ids)
+    lost = np.flatnonzero((accepted >= 0) & (accepted < num_drafted))
+    kept, count, ends = accepted[lost], num_drafted[lost], np.cumsum(num_drafted)[lost]
+    # a draft that is judged consists of the request's newest proposals
+    proposal = np.cumsum(num_proposed)[lost] - count + kept
+    return pd.DataFrame(
+        {
+            "request_id": events.request_id.to_numpy()[lost],
+            "step": events.step.to_numpy()[lost],
+            "position": events.draft_start.fillna(0).to_numpy(dtype=np.int64)[lost] + kept,
+            "drafted_token_id": drafted[ends - count + kept],
+            "chain_step": kept + 1,
+            "num_rolled_back": count - kept,
+            "drafted_step": np.repeat(events.step.to_numpy(), num_proposed)[proposal],
+        }
+    )
+
+
+def joined(lists: pd.Series) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (all numbers of a column of lists, one after the other; how many each list has)."""
+    counts = np.fromiter(map(len, lists), np.int64, len(lists))
+    return np.concatenate([np.empty(0, np.int64), *lists[counts > 0]]), counts
 
 
 def with_layers(table: pd.DataFrame, decided: pd.DataFrame | None) -> pd.DataFrame:

@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 
 from cacheprobe.core.tokens import visible
+from cacheprobe.trace.tables.rejected import joined, rejections
 from cacheprobe.trace.tables.schema import arrow_table, token_text, typed
 from cacheprobe.trace.tables.token_readings import READ_COLUMNS, add_readings
 
@@ -64,7 +65,12 @@ def tokens_of(trace: "TraceData") -> RunTokens:
     """Returns the `RunTokens` of a trace. Readings that are made at their first use, such as those of an import, are
     made now."""
     readings = trace.hypothesis_table
-    if readings is None and trace.model is not None and "S" in trace.store.sites:
+    if (
+        readings is None
+        and trace.reading_of_import is not None
+        and trace.model is not None
+        and "S" in trace.store.sites
+    ):
         from cacheprobe.trace.tables.hypotheses import hypotheses_of  # imports torch
 
         readings = hypotheses_of(trace, False)
@@ -137,8 +143,8 @@ def _lines(events: pd.DataFrame, prompt_lengths: Mapping[int, int]) -> pd.DataFr
     events = events.sort_values(["request_id", "step"], kind="stable")
     request, step = events.request_id.to_numpy(), events.step.to_numpy()
     accepted = events.num_accepted.fillna(_NONE).to_numpy(dtype=np.int64)
-    committed, num_committed = _joined(events.committed_token_ids)
-    drafted, num_drafted = _joined(events.draft_token_ids)
+    committed, num_committed = joined(events.committed_token_ids)
+    drafted, num_drafted = joined(events.draft_token_ids)
     starts, draft_starts = np.cumsum(num_committed) - num_committed, np.cumsum(num_drafted) - num_drafted
     event = np.repeat(np.arange(len(events)), num_committed)  # of each committed token
     index = np.arange(len(committed)) - starts[event]
@@ -160,26 +166,21 @@ def _lines(events: pd.DataFrame, prompt_lengths: Mapping[int, int]) -> pd.DataFr
         "committed_token_id": committed, "drafted_token_id": of_draft, "logprob_nats": _logprobs(events, num_committed),
         "chain_step": np.where(is_drafted, index + 1, _NONE),
     }  # fmt: skip
-    lost = np.flatnonzero((accepted >= 0) & (accepted < num_drafted))
-    at = events.draft_start.fillna(0).to_numpy(dtype=np.int64)[lost] + accepted[lost]
-    place = at + (firsts - prompts)[of_event[lost]]  # of the committed token there
-    ends = np.append(firsts[1:], len(committed))[of_event[lost]]
-    place = np.where(place < ends, place, len(committed))
+    lost = rejections(events)
+    of_lost = np.searchsorted(numbers, lost.request_id.to_numpy())
+    place = lost.position.to_numpy() + (firsts - prompts)[of_lost]  # of the committed token there
+    place = np.where(place < np.append(firsts[1:], len(committed))[of_lost], place, len(committed))
     rejected = {
-        "request_id": request[lost], "step": step[lost], "position": at, "verdict": np.full(len(lost), _REJECTED),
+        **{
+            name: lost[name].to_numpy() for name in ("request_id", "step", "position", "drafted_token_id", "chain_step")
+        },
+        "verdict": np.full(len(lost), _REJECTED),
         "committed_token_id": np.append(committed, _NONE)[place],
-        "drafted_token_id": drafted[draft_starts[lost] + accepted[lost]],
-        "logprob_nats": np.append(kept["logprob_nats"], np.nan)[place], "chain_step": accepted[lost] + 1,
-    }  # fmt: skip
+        "logprob_nats": np.append(kept["logprob_nats"], np.nan)[place],
+    }
     lines = pd.DataFrame({name: np.concatenate([rejected[name], kept[name]]) for name in kept})
     lines = lines.sort_values(["request_id", "position"], kind="stable", ignore_index=True)
     return lines.assign(verdict=_VERDICTS[lines.verdict.to_numpy()], times=1)
-
-
-def _joined(lists: pd.Series) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (all numbers of a column of lists, one after the other; how many each list has)."""
-    counts = np.fromiter(map(len, lists), np.int64, len(lists))
-    return np.concatenate([np.empty(0, np.int64), *lists[counts > 0]]), counts
 
 
 def _logprobs(events: pd.DataFrame, num_committed: np.ndarray) -> np.ndarray:
@@ -263,8 +264,8 @@ def has_text(lines: pd.DataFrame, requests: Mapping[int, RequestText], wanted: s
     """Returns an array of bool for the lines of a token table: whether a text stands there. It does if the token is
     part of an occurrence, if it follows a prompt that has the text, or if the draft token has it."""
     wanted, found = searchable(wanted), np.zeros(len(lines), dtype=bool)
-    known, codes = np.unique(lines.drafted_token.fillna("").to_numpy(dtype=object), return_inverse=True)
-    in_draft = np.array([wanted in searchable(token) for token in known], dtype=bool)
+    codes, drafted = pd.factorize(lines.drafted_token)
+    in_draft = np.array([*(wanted in searchable(token) for token in drafted), False])  # code -1: none was drafted
     order = np.argsort(lines.request_id.to_numpy(), kind="stable")
     numbers, firsts = np.unique(lines.request_id.to_numpy()[order], return_index=True)
     for number, own in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=bool(len(numbers))):

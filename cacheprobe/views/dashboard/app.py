@@ -36,7 +36,8 @@ question inside of one that exports a view has lists of two numbers."""
 MOST_KEPT = 64
 """Largest number of kept answers; most have less than 0.5 MB."""
 KEPT = frozenset(
-    "story overview timeline decode cache window card insight text range grid gave rejected thoughts compare".split()
+    "story summary tokens overview timeline decode cache window card insight text range grid gave rejected thoughts "
+    "compare".split()
 )
 """Views whose answer is decided by the question alone, for a run that does not grow and the readings that it recorded.
 What a lens reads now depends on files, which may change."""
@@ -237,8 +238,9 @@ def _bound_socket(host: str, port: int) -> socket.socket:
 def _warm(tables: RunTables) -> None:
     """Computes a run's derived tables while the browser opens, and ignores errors."""
     with suppress(Exception):
+        _ = tables.tokens
         tables.warm()
-        _ = tables.rejected
+        _ = tables.request_texts, tables.rejected
 
 
 class _Quiet(WSGIRequestHandler):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
+from threading import Lock
 
 import pandas as pd
 
@@ -10,9 +11,11 @@ from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import ledger_at, rows_in_use
 from cacheprobe.trace.tables.engine_differences import request_differences
 from cacheprobe.trace.tables.token_history import token_history
+from cacheprobe.trace.tables.token_table import RequestText, RunTokens, request_texts, tokens_of_run
 from cacheprobe.views.diagrams.lens_grid import finding
 from cacheprobe.views.diagrams.timeline import step_words, timeline_finding
 from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
+from cacheprobe.views.overview.selection import selected_tokens
 from cacheprobe.views.rejected import rejected_of_run, selected
 from cacheprobe.views.report.insight import first_to_show
 from cacheprobe.views.report.request_text import TextParts, text_parts
@@ -31,6 +34,10 @@ class RunTables:
         self.name = run.directory.name
         self._readings = lru_cache(maxsize=WHOLE_REQUESTS)(run.readings)
         self.rejected_lines = lru_cache(maxsize=16)(lambda selection: selected(self.rejected, selection, run))
+        self.token_lines = lru_cache(maxsize=16)(
+            lambda selection: selected_tokens(self.tokens.lines, selection, self.request_texts)
+        )
+        self._tokens_lock = Lock()
         self.steps_in_words = lru_cache(maxsize=64)(self._steps_in_words)
         self.windows = lru_cache(maxsize=64)(self._windows)
         self.history_of = lru_cache(maxsize=256)(lambda request_id: token_history(self.events_of(request_id)))
@@ -69,6 +76,25 @@ class RunTables:
     def rejected(self) -> pd.DataFrame:
         """The table of `Trace.rejected`."""
         return rejected_of_run(self.run)
+
+    @property
+    def tokens(self) -> RunTokens:
+        """All tokens of the run. Computed once: a page that asks meanwhile waits for them."""
+        with self._tokens_lock:
+            return self._tokens
+
+    @cached_property
+    def _tokens(self) -> RunTokens:
+        return tokens_of_run(self.run)
+
+    @cached_property
+    def request_texts(self) -> dict[int, RequestText]:
+        """Text of prompt and output of each request, for searches."""
+        prompts, tokens = (
+            {request["request_id"]: request[name] for request in self.run.requests}
+            for name in ("prompt_token_ids", "committed_token_ids")
+        )
+        return request_texts(prompts, tokens, self.run.token_texts)
 
     @cached_property
     def steps(self) -> range:

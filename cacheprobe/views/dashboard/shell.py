@@ -19,6 +19,7 @@ Element: TypeAlias = object
 """Dash component. Dash creates the classes of components at import, so no type names them. None shows nothing."""
 
 TABS = (
+    ("overview", "Overview"),
     ("replay", "Replay"),
     ("rejected", "Rejected drafts"),
     ("thoughts", "Thoughts"),
@@ -33,6 +34,7 @@ def index(run_list: RunList, scripts: Sequence[str]) -> str:
     content = {
         "first": run_list.first,
         "runs": _runs(run_list),
+        "sizes": [len(entry.tables.run.requests) if entry.tables else 0 for entry in run_list.entries],
         "results": [kind_of(path) for path in run_list.results],
         "absent": _absent_tabs(run_list),
         "sites": {site: site_label(site) for site in SITE_NAMES},
@@ -68,6 +70,7 @@ def _runs(run_list: RunList) -> list[dict[str, object]]:
 def layout(run_list: RunList) -> Element:
     """Returns the page as one Dash component: header, replay controls, tabs, and empty cards."""
     panels = {
+        "overview": [_card("summary"), _card("tokens")],
         "replay": _replay_cards(),
         "rejected": [_card("rejected")],
         "thoughts": [_card("thoughts")],

@@ -44,7 +44,9 @@ class Links(NamedTuple):
     token: Callable[[int, int, int, str], str] = lambda request, step, position, inside: inside
     """(request, step, position of the token, HTML) -> HTML."""
     request: Callable[[int, str], str] = lambda request, inside: inside
-    """(request, HTML or SVG) -> HTML or SVG."""
+    """(request, HTML) -> HTML."""
+    bar: Callable[[int, str], str] = lambda request, inside: inside
+    """(request, SVG of its bar) -> SVG."""
 
 
 def run_overview(trace: "Trace") -> Markup:
@@ -159,7 +161,7 @@ def draft_steps_figure(events: pd.DataFrame) -> Markup:
 def requests_figure(events: pd.DataFrame, links: Links | None = None) -> Markup:
     """Returns SVG of bars: the share of draft tokens that was accepted, by request, and the three lowest and highest by
     name. events: as in `Trace.events`.  links: what a press on a request does."""
-    table, press = acceptance_by_request(events), (Links() if links is None else links).request
+    table, links = acceptance_by_request(events), Links() if links is None else links
     known = table[table.drafted > 0]
     if known.empty:
         return Markup.of("No request has a verified draft", "", "Name a drafter to record some.")
@@ -170,11 +172,12 @@ def requests_figure(events: pd.DataFrame, links: Links | None = None) -> Markup:
         label, share = "" if len(bars) % every else str(line.Index), line.share if line.drafted else None
         bars.append(Bar(label, share, "green", f"request {line.Index}: {says}"))
     ids = drawn.index.tolist()
-    body = bar_chart(bars, "request", "share of draft tokens accepted, by request", lambda i, bar: press(ids[i], bar))
+    label = "share of draft tokens accepted, by request"
+    body = bar_chart(bars, "request", label, lambda i, bar: links.bar(ids[i], bar))
     ranked = known.sort_values("share", kind="stable")
     ends = {"Lowest": ranked.head(3), "Highest": ranked.iloc[3:].tail(3)[::-1]}
     named = " ".join(
-        f"{word}: {', '.join(press(int(r), f'request {r} ({share:.0%})') for r, share in some.share.items())}."
+        f"{word}: {', '.join(links.request(int(r), f'request {r} ({share:.0%})') for r, share in some.share.items())}."
         for word, some in ends.items() if len(some)
     )  # fmt: skip
     left = f" The {len(drawn)} lowest of {len(table):,} requests are drawn." if len(drawn) < len(table) else ""

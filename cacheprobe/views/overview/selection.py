@@ -119,8 +119,15 @@ def selected_tokens(
     if not selection.sort:
         return found
     column, is_rising = COLUMNS[selection.sort.removeprefix("-")][1], not selection.sort.startswith("-")
-    key = (lambda tokens: tokens.map(searchable, na_action="ignore")) if column.endswith("token") else None
+    key = _folded if column.endswith("token") else None
     return found.sort_values(column, kind="stable", ascending=is_rising, key=key)
+
+
+def _folded(tokens: pd.Series) -> pd.Series:
+    """Returns what a column of tokens is sorted by."""
+    codes, distinct = pd.factorize(tokens)
+    order = pd.Series([searchable(token) for token in distinct], dtype="str").rank(method="dense").to_numpy()
+    return pd.Series(np.append(order, np.nan)[codes], tokens.index)
 
 
 def code_of(selection: TokenSelection) -> list[str]:

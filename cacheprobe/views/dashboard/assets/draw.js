@@ -141,7 +141,7 @@
     document.querySelectorAll("[data-kind]").forEach((one) => { one.hidden = one.dataset.kind !== at.tab; });
     document.querySelectorAll("#result-list button").forEach((button) =>
       button.classList.toggle("chosen", Number(button.dataset.result) === at.result));
-    const stepless = ["compare", "rejected", ...SHELVED];  // tabs where nothing has a step
+    const stepless = ["overview", "compare", "rejected", ...SHELVED];  // tabs where nothing has a step
     place("transport").hidden = stepless.includes(at.tab);
     place("jumps").hidden = at.tab !== "replay";
     place("insight-view").hidden = at.tab !== "replay";  // it is of the token chosen there
@@ -263,9 +263,10 @@
     if (top < around.top || bottom > around.bottom) box.scrollTop += top - around.top - box.clientHeight / 2;
   }
 
-  // The list of rejected drafts: the chosen line, the line that Tab leads to, and what is searched for.
+  // A list of tokens: the chosen line, the line that Tab leads to, and what is searched for.
   function list(at) {
-    const lines = [...document.querySelectorAll("#rejected-view tr[data-intent]")], search = place("rejected-search");
+    const view = place(at.tab === "overview" ? "tokens-view" : "rejected-view"), search = place("rejected-search");
+    const lines = [...view.querySelectorAll("tr[data-intent]")];
     const chosen = lines.find(({dataset}) =>
       Number(dataset.request) === at.request && Number(dataset.position) === at.position);
     for (const line of lines) {
@@ -278,6 +279,10 @@
       const ends = text.includes(":") ? text.split(":") : [];  // "none" has no ends
       if (box !== document.activeElement) box.value = end ? ends[Number(end)] || "" : text;
     }
+    for (const box of document.querySelectorAll("[data-tokens]")) {
+      const [name, end] = box.dataset.tokens.split(" "), text = window.cacheprobe.part_of(at.tokens, name) || "";
+      if (box !== document.activeElement) box.value = end ? text.split(":")[Number(end)] || "" : text;
+    }
     const filter = place("result-filter");
     if (filter && filter !== document.activeElement) filter.value = at.filter || "";
     const where = chosen && `${chosen.dataset.request} ${chosen.dataset.position}`;
@@ -289,7 +294,7 @@
   }
 
   // By view: what frames the choice in it.
-  const FRAMES = {timeline, overview: timeline, rejected: list, result: list, text, grid: cell, card: layer};
+  const FRAMES = {timeline, overview: timeline, rejected: list, tokens: list, result: list, text, grid: cell, card: layer};
 
   let seen = null, read = null;  // the chosen line, and the chosen token with its text, that were scrolled to
 

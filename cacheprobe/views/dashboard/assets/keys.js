@@ -4,14 +4,14 @@
   const place = (name) => document.getElementById(name);
   const TYPES = "input:not(.dash-dropdown-focus-target),textarea,select,[role=listbox],[role=option],[role=menu]";
   const SLIDES = "[role=slider]";  // takes arrows, Home and End
-  const LINES = "#rejected-view tr[data-intent]", GRID = "#grid-view svg.readings";
+  const LINES = ":is(#rejected-view, #tokens-view) tr[data-intent]", GRID = "#grid-view svg.readings";
   const ARROWS = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1]};
   const KEYS = [
     ["← →", "one step back, one step on"],
     ["n, p", "next, previous rejected draft, in the order of their list"],
-    ["Enter", "in the list: open the rejected draft"],
-    ["↑ ↓", "in the list: the line above, the line below"],
-    ["/", "search the rejected drafts"],
+    ["Enter", "in a list: open the token"],
+    ["↑ ↓", "in a list: the line above, the line below"],
+    ["/", "search all tokens of the overview, or the rejected drafts"],
     ["g", "go to the lens grid"],
     ["← → ↑ ↓", "in the lens grid: another row, another layer"],
     ["+, -, 0", "zoom the timeline in, out, back; or drag over its steps"],
@@ -31,18 +31,21 @@
     ["strip under the slider", "all steps, one after the other: green accepted, red rolled back, blue other passes"],
     ["T₀, T₁′, T₁", "newest committed token, first drafted token, the verifier's own token there"],
   ];
+  const LISTS = {rejected: "rejected-search", overview: "tokens-search"};  // by tab: the search box of its list
   let change = null, current = null, searches = false;
+
+  const lines_of = (view) => [...view.querySelectorAll("tr[data-intent]")];
 
   // Focuses the search box as soon as the list is drawn.
   function search() {
     searches = true;
-    if (current().tab !== "rejected") change({intent: "tab", tab: "rejected"});
+    if (!LISTS[current().tab]) change({intent: "tab", tab: "rejected"});
     focus_search();
   }
 
   function focus_search() {
-    const box = place("rejected-search");
-    if (current().tab !== "rejected") searches = false;
+    const box = place(LISTS[current().tab]);
+    if (!LISTS[current().tab]) searches = false;
     if (!searches || !box || !box.checkVisibility()) return;
     searches = false;
     box.focus();
@@ -61,19 +64,19 @@
   // Focuses the chosen line of the list, or its first one. Returns whether the key is one that leads there.
   function to_list(key) {
     if (current().tab !== "rejected" || !["ArrowUp", "ArrowDown"].includes(key)) return false;
-    const line = document.querySelector(`${LINES}.chosen`) || document.querySelector(LINES);
+    const lines = lines_of(place("rejected-view")), line = lines.find((one) => one.matches(".chosen")) || lines[0];
     if (line) line.focus();
     return !!line;
   }
 
   // Moves the focus among the lines of the list. Returns whether the key is one of the list's.
   function in_list(line, key) {
-    const lines = [...document.querySelectorAll(LINES)], here = lines.indexOf(line);
+    const lines = lines_of(line.closest("[id$=-view]")), here = lines.indexOf(line);
     const to = {ArrowUp: here - 1, ArrowDown: here + 1, Home: 0, End: lines.length - 1}[key];
     if (key === "Enter") change({...line.dataset});
     else if (to === undefined) return false;
     else if (lines[to]) lines[to].focus();
-    else if (to < 0) place("rejected-search").focus();
+    else if (to < 0) place(LISTS[current().tab]).focus();
     return true;
   }
 
@@ -127,8 +130,8 @@
 
   function takes(event) {
     const {key, target, shiftKey} = event, line = target.closest(LINES), grid = target.closest(GRID);
-    if (target.id === "rejected-search" && ["Enter", "ArrowDown"].includes(key)) {
-      const first = document.querySelector(LINES);
+    if (target.id === LISTS[current().tab] && ["Enter", "ArrowDown"].includes(key)) {
+      const [first] = lines_of(target.closest("[id$=-view]"));
       if (first) first.focus();
       return true;
     }
@@ -143,11 +146,11 @@
     return anywhere(key) || in_timeline(key) || to_list(key) || (!target.closest(SLIDES) && in_request(key, shiftKey));
   }
 
-  // {name, value} of a filter of the rejected drafts: the value of a menu, or LOW:HIGH of two boxes.
-  function filter_of(box) {
-    const [name, end] = box.dataset.filter.split(" ");
+  // {name, value} of a filter: the value of a menu, or LOW:HIGH of two boxes. kind: of the filter's data-attribute.
+  function filter_of(box, kind) {
+    const [name, end] = box.dataset[kind].split(" ");
     if (!end) return {name, value: box.value};
-    const ends = [0, 1].map((i) => document.querySelector(`[data-filter="${name} ${i}"]`).value.trim());
+    const ends = [0, 1].map((i) => document.querySelector(`[data-${kind}="${name} ${i}"]`).value.trim());
     return {name, value: ends.join(":")};
   }
 
@@ -173,12 +176,15 @@
     });
     document.addEventListener("input", ({target}) => {
       if (target.id === "rejected-search") change({intent: "find", find: target.value});
-      if (target.dataset.filter) change({intent: "filter", ...filter_of(target)});
+      if (target.dataset.filter) change({intent: "filter", ...filter_of(target, "filter")});
+      if (target.dataset.tokens) change({intent: "tokens", ...filter_of(target, "tokens")});
       if (target.id === "result-filter") change({intent: "set", name: "filter", value: target.value || null});
     });
     place("keys-open").addEventListener("click", help);
     place("keys").addEventListener("click", ({target}) => { if (target.matches("button,dialog")) place("keys").close(); });
-    new MutationObserver(focus_search).observe(place("rejected-view"), {childList: true, subtree: true});
+    for (const view of ["rejected-view", "tokens-view"]) {
+      new MutationObserver(focus_search).observe(place(view), {childList: true, subtree: true});
+    }
   }
 
   window.cacheprobe = {...window.cacheprobe, keys: {start}};

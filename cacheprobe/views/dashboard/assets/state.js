@@ -3,7 +3,7 @@
   "use strict";
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
     "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page", "table", "order", "filter", "gave",
-    "measure", "until", "lost", "feature", "flip", "zoom", "drafter", "flips", "margin"];
+    "measure", "until", "lost", "feature", "flip", "zoom", "drafter", "flips", "margin", "tokens"];
   const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result", "page", "table",
     "until", "feature", "flip"]);
   const NUMBER = /-?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})(?:e[+-]?\d{1,2})?/.source;
@@ -17,7 +17,7 @@
   const SORTS = ["drafted", "committed", "request", "step", "position", "drafter", "flip", "margin"];
   const MOST_LETTERS = 200;  // of a searched text
   const WORDS = {
-    tab: ["replay", "rejected", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"],
+    tab: ["overview", "replay", "rejected", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"],
     colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"], follow: ["newest"],
     lost: ["first"], measure: ["verdict", "depth", "entropy", "logprob", "feature", "difference"], among: ["request"], gave: ["true"],
@@ -31,7 +31,7 @@
 
   function parse(search) {
     const at = {
-      tab: "replay", site: "S", lens: "recorded", colour: "logprob", rows: "all", measure: "verdict", said: [],
+      tab: null, site: "S", lens: "recorded", colour: "logprob", rows: "all", measure: "verdict", said: [],
     };
     for (const [name, text] of new URLSearchParams(search)) {
       if (!LINKED.includes(name)) continue;
@@ -45,10 +45,15 @@
       else at.said.push(`the link's ${name} is none of ${WORDS[name].join(", ")}`);
     }
     for (const name of ["find", "order", "filter"]) if (at[name]) at[name] = at[name].slice(0, MOST_LETTERS);
+    if (at.tokens) at.tokens = at.tokens.slice(0, 10 * MOST_LETTERS);
     at.themed = "theme" in at;
     at.theme = at.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     return at;
   }
+
+  // Whether a link names something else than a run, the colours and the table of all tokens.
+  const names_place = (search) => [...new URLSearchParams(search).keys()].some((name) =>
+    LINKED.includes(name) && !["run", "theme", "tokens"].includes(name));
 
   function link(at) {
     const query = new URLSearchParams();
@@ -65,7 +70,7 @@
       at.request = at.step = at.position = at.row = at.layer = at.gave = at.follow = at.page = at.walk = at.until = null;
       at.flip = at.zoom = at.drafter = at.flips = at.margin = null;
       if (at.against === at.run) at.against = null;
-      at.feature = null;
+      at.feature = at.tokens = null;
     },
     request: (at) => { at.position = at.row = at.until = null; },
     step: (at) => { at.position = at.row = at.follow = at.until = null; },
@@ -101,6 +106,20 @@
     at.zoom = inside(first, last, facts);
   }
 
+  // What a press on the head of a column makes of the order: rising, falling, and as it was.
+  const turned = (now, key) => now === key ? "-" + key : now === "-" + key ? null : key;
+
+  // The search, filters, order and page of the table of all tokens are one text, such as "verdict=rejected&sort=-times".
+  function with_part(text, name, value) {
+    const query = new URLSearchParams(text || "");
+    if (!value || value === ":") query.delete(name);
+    else query.set(name, value);
+    if (name !== "page") query.delete("page");
+    return query.toString() || null;
+  }
+
+  const part_of = (text, name) => new URLSearchParams(text || "").get(name);
+
   // A range of 2 to MOST_STEPS steps of the run.
   function inside(first, last, facts) {
     const total = facts.last - facts.first + 1, count = clamp(last - first + 1, Math.min(2, total), Math.min(MOST_STEPS, total));
@@ -127,9 +146,14 @@
       at.table = Number(what.table);
       at.order = at.filter = null;
     },
-    order: (at, what) => {  // rising, falling, and as it was
-      at.order = at.order === what.order ? "-" + what.order : at.order === "-" + what.order ? null : what.order;
+    order: (at, what) => { at.order = turned(at.order, what.order); },
+    tokens: (at, {name, value, toggle}) => {
+      at.tokens = with_part(at.tokens, name, toggle && part_of(at.tokens, name) === value ? null : value);
     },
+    arrange: (at, what) => {
+      at.tokens = with_part(at.tokens, "sort", turned(part_of(at.tokens, "sort"), what.arrange));
+    },
+    every: (at) => { at.tokens = with_part(null, "sort", part_of(at.tokens, "sort")); },
     open: (at, what) => {
       set(at, "run", Number(what.run));
       INTENTS.tab(at, {tab: "replay"});
@@ -148,8 +172,8 @@
     zoom,
     among: (at) => { at.among = at.among ? null : "request"; at.page = null; },
     page: (at, what) => { at.page = Number(what.page); },
-    sort: (at, what) => {  // rising, falling, and as it was
-      at.sort = at.sort === what.sort ? "-" + what.sort : at.sort === "-" + what.sort ? null : what.sort;
+    sort: (at, what) => {
+      at.sort = turned(at.sort, what.sort);
       at.page = null;
     },
     draft: (at, what) => {
@@ -309,6 +333,10 @@
   function questions(at, facts, story, width, drawn) {
     const {run, request, step, position, row = null, site, lens, theme} = at, wanted = {}, version = facts?.version;
     const is_told = story && story.run === run && story.request === request && story.version === version;
+    if (width && at.tab === "overview" && run !== null) {  // needs no facts
+      wanted.summary = {run, version};
+      wanted.tokens = {...Object.fromEntries(new URLSearchParams(at.tokens || "")), run, version};
+    }
     if (run !== null && (facts === null || facts.run !== run)) {
       if (!known(at, story)) wanted.story = {run, request: request ?? null};  // of no request: of the one to show first
       wanted.facts = {run};
@@ -354,6 +382,6 @@
     return wanted;
   }
 
-  const rules = {FILTERS, SHELVED, is_range, parse, link, act, mine, known, settle, shelve, leave, absent, follow, questions};
+  const rules = {FILTERS, SHELVED, is_range, names_place, parse, part_of, link, act, mine, known, settle, shelve, leave, absent, follow, questions};
   window.cacheprobe = {...window.cacheprobe, ...rules};
 })();

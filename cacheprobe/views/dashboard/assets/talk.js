@@ -1,7 +1,7 @@
 // Keeps the state, asks the server for what it lacks, and hears the menus. One request at a time, the newest next.
 (function () {
   "use strict";
-  const {exports, draw, flip, keys, zoom, parse, act, mine, known, settle, shelve, leave, follow, questions} = window.cacheprobe;
+  const {exports, draw, flip, keys, zoom, names_place, parse, act, mine, known, settle, shelve, leave, follow, questions} = window.cacheprobe;
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against", "measure"];
   const FREE = ["run", "colour", "rows", "measure"];
   const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
@@ -272,6 +272,8 @@
 
   if (!listed.runs.length) at.run = null;
   else if (at.run === undefined) at.run = listed.first;
+  // Home of a run with several requests is the overview; a link that names a place leads to the replay.
+  if (!at.tab) at.tab = listed.sizes[at.run] > 1 && !names_place(location.search) ? "overview" : "replay";
   if (!listed.runs.length && at.tab === "replay") at.tab = listed.results[0];
   window.dash_clientside = window.dash_clientside || {};
   window.dash_clientside.cacheprobe = {heard};

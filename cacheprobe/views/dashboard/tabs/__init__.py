@@ -7,6 +7,7 @@ from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.compare import Comparison
 from cacheprobe.views.dashboard.tabs.flip import FlipSearch
 from cacheprobe.views.dashboard.tabs.lens import Contributions, LensGridPage, RowCard
+from cacheprobe.views.dashboard.tabs.overview import RunSummary, TokenList
 from cacheprobe.views.dashboard.tabs.rejected import RejectedDrafts
 from cacheprobe.views.dashboard.tabs.replay import CacheSlots, Timeline, TokenGrid, VerifyWindow
 from cacheprobe.views.dashboard.tabs.results import result_view
@@ -14,6 +15,8 @@ from cacheprobe.views.dashboard.tabs.text import RequestText, Thoughts
 from cacheprobe.views.dashboard.view import View
 
 VIEWS: dict[str, Callable[[RunList, PageQuestion], View]] = {
+    "summary": RunSummary,
+    "tokens": TokenList,
     "timeline": Timeline,
     "decode": TokenGrid,
     "cache": CacheSlots,

@@ -12,7 +12,7 @@ from cacheprobe.views.dashboard.facts import request_story, why_none_rejected
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, whole
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.run_tables import RunTables
-from cacheprobe.views.dashboard.tabs.tables import sorting_heads
+from cacheprobe.views.dashboard.tabs.tables import pages, sorting_heads
 from cacheprobe.views.dashboard.view import View, opened
 from cacheprobe.views.rejected import (
     COLUMNS,
@@ -205,17 +205,10 @@ def _filters(tables: RunTables) -> str:
 
 
 def _pages(count: int, page: int, last_page: int) -> str:
-    """Returns HTML: which lines are shown, and buttons to the other pages; one that leads to no other page cannot be
-    pressed."""
+    """Returns HTML: which lines are shown, and buttons to the other pages."""
     first, last = page * LINES_A_PAGE + 1, min((page + 1) * LINES_A_PAGE, count)
     says = f"{first:,} to {last:,} of {count:,}" if count > 1 else _lines(count)
-    pages = (("first", "«", 0), ("previous", "‹", page - 1), ("next", "›", page + 1), ("last", "»", last_page))
-    buttons = "".join(
-        f"<button class='icon' title='{name} page' data-intent='page' data-page='{to}'"
-        f"{'' if 0 <= to <= last_page and to != page else ' disabled'}>{sign}</button>"
-        for name, sign, to in pages
-    )
-    return f"<div class='pages'><span role='status'>{says}</span>{buttons if last_page else ''}</div>"
+    return pages(says, page, last_page, lambda to: f"data-intent='page' data-page='{to}'")
 
 
 def _left_out(tables: RunTables, selection: Selection) -> str:

@@ -138,6 +138,20 @@ def sorting_heads(labels: Mapping[str, str], numbers: Collection[str], sort: str
     return "".join(parts)
 
 
+def pages(says: str, page: int, last_page: int, about: Callable[[int], str]) -> str:
+    """Returns HTML: which lines are shown, and buttons to the other pages; one that leads to no other page cannot be
+    pressed.
+
+    says: which lines.  page, last_page: from 0.  about: function (page) -> attributes of the button that leads there.
+    """
+    signs = (("first", "«", 0), ("previous", "‹", page - 1), ("next", "›", page + 1), ("last", "»", last_page))
+    buttons = ""
+    for name, sign, to in signs:
+        state = "" if 0 <= to <= last_page and to != page else " disabled"
+        buttons += f"<button class='icon' title='{name} page' {about(to)}{state}>{sign}</button>"
+    return f"<div class='pages'><span role='status'>{says}</span>{buttons if last_page else ''}</div>"
+
+
 def _text(question: PageQuestion, what: str) -> str:
     """Returns a text of a question; "" for None. Raises: CannotShow for another value or a long text."""
     value = question.get(what)
