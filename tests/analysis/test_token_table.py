@@ -24,7 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "sampled": dict(drafter=EARLY, sampling=cp.SamplingParams(temperature=1.5, max_new_tokens=24)),
     "preempted": dict(drafter=EARLY, max_kv_tokens=96),
     "one choice": dict(drafter=EARLY, capture=cp.CaptureConfig("Z", top_k=1)),
-    "unread": dict(drafter=EARLY, capture="S"),
+    "unread": dict(drafter=EARLY, capture="T"),
     "undrafted": dict(deterministic=False),
 }
 
@@ -81,6 +81,12 @@ def test_the_walk_would_notice_readings_of_another_row(monkeypatch: pytest.Monke
 def test_with_one_choice_kept_no_margin_is_known_of_a_first_choice() -> None:
     table = cp.analysis.token_table(run("one choice"))
     assert table.margin_nats.isna().all() and table.entropy_nats.notna().all()  # greedy: the committed one is first
+
+
+def test_states_that_no_lens_read_are_read_now() -> None:
+    settings = {**SMALL, "deterministic": True, "max_new_tokens": 24, "drafter": EARLY}
+    table = cp.analysis.token_table(cp.run(loaded("llama"), PROMPTS, **settings, capture="S"))
+    is_same(plain(table), plain(cp.analysis.token_table(run("early exit"))))
 
 
 @pytest.mark.parametrize("name", ["early exit", "unread"])

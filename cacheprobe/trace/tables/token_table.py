@@ -62,15 +62,10 @@ def token_table(trace: "Trace", *, grouped: bool = True) -> pd.DataFrame:
 
 
 def tokens_of(trace: "TraceData") -> RunTokens:
-    """Returns the `RunTokens` of a trace. Readings that are made at their first use, such as those of an import, are
-    made now."""
-    readings = trace.hypothesis_table
-    if (
-        readings is None
-        and trace.reading_of_import is not None
-        and trace.model is not None
-        and "S" in trace.store.sites
-    ):
+    """Returns the `RunTokens` of a trace. If no readings were recorded, but S and the model are there, they are made
+    now."""
+    readings, can_read = trace.hypothesis_table, trace.reading_of_states is not None and trace.model is not None
+    if readings is None and can_read and "S" in trace.store.sites:
         from cacheprobe.trace.tables.hypotheses import hypotheses_of  # imports torch
 
         readings = hypotheses_of(trace, False)
