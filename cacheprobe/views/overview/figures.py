@@ -211,7 +211,7 @@ def surprising_tokens(lines: pd.DataFrame, links: Links | None = None) -> str:
     for line in known.nsmallest(MOST_SURPRISING, "logprob_nats").itertuples():
         own = lines[(lines.request_id == line.request_id) & (lines.verdict != "rejected")]
         before = own[(own.position < line.position) & (own.position >= line.position - _AROUND)].committed_token
-        text = shorten(plain("".join(before))[::-1], _WIDTH)[::-1]
+        text = shorten(plain("".join(before))[::-1], _WIDTH)[::-1] if len(before) else ""
         token = markup(token_label(line.committed_token, _WIDTH))
         place = f"request {line.request_id}, position {line.position}"
         about = f"<small>{_chance(line.logprob_nats)}, {place}</small>"

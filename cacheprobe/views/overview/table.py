@@ -30,7 +30,7 @@ def cells_of(line: TableLine) -> dict[str, str]:
 
     def known(value: object, form: str = "") -> str:
         """Returns a value in a format; "—" for null."""
-        return "—" if pd.isna(value) else format(value, form)
+        return "—" if pd.isna(value) else format(value, form).replace("-0.00", "0.00")
 
     def token(text: object) -> str:
         """Returns a token's text, cut to a width; "—" for null."""

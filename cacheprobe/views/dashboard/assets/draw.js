@@ -281,7 +281,8 @@
     }
     for (const box of document.querySelectorAll("[data-tokens]")) {
       const [name, end] = box.dataset.tokens.split(" "), text = window.cacheprobe.part_of(at.tokens, name) || "";
-      if (box !== document.activeElement) box.value = end ? text.split(":")[Number(end)] || "" : text;
+      const part = end ? text.split(":")[Number(end)] || "" : text;
+      if (box !== document.activeElement) box.value = end && isNaN(part) ? "" : part;
     }
     const filter = place("result-filter");
     if (filter && filter !== document.activeElement) filter.value = at.filter || "";

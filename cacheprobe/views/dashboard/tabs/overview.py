@@ -40,7 +40,9 @@ class RunSummary(View):
         """Returns HTML of the figures."""
         if self.tables.tokens.lines.empty:
             return "<h2>No token is committed yet</h2>"
-        return overview_picture(self.tables.tokens, self.tables.run.events, Links(_token, _request, _bar)).html
+        found = overview_picture(self.tables.tokens, self.tables.run.events, Links(_token, _request, _bar))
+        found.note += " <button class='text' data-jump='tokens-card'>All tokens as a table ↓</button>"
+        return found.html
 
     def table(self) -> pd.DataFrame:
         """Returns how many tokens of each verdict each request has."""
@@ -72,7 +74,10 @@ class TokenList(View):
             selection, refused = self.selection, ""
         except ValueError as error:  # the boxes stay, so that what is typed can be mended
             selection, refused = TokenSelection(), f"<p class='refused'>{markup(str(error))}</p>"
-        note = f"<p class='note'>{EXPLAINED}{_note(tables)}</p>"
+        note = f"<p class='note'>{_note(tables)}</p>"
+        note += (
+            f"<details class='ranges'><summary>what the columns say</summary><p class='note'>{EXPLAINED}</p></details>"
+        )
         head = f"<h2>All tokens</h2>{note}{_finder(self.question)}{_filters(self)}"
         return head + (refused or self._lines(selection))
 
@@ -150,7 +155,7 @@ def _page(value: object) -> int:
 
 def _note(tables: RunTables) -> str:
     """Returns a sentence, as HTML, on what the run lacks, and on how to open a token."""
-    says = " A click or Enter opens a line."
+    says = "Every committed token, and every rejected draft token. A click or Enter opens a line."
     if tables.run.has_readings:
         return says
     why = 'read no lens yet (<code>lens="later"</code>)' if tables.run.is_unread else "recorded no lens readings (Z)"
