@@ -24,6 +24,7 @@ NAME = "<img src=x onerror=window.hacked=2>'\"&lt;"
 PLANTED = "document.querySelectorAll('#page :is(img,script,b[onerror],pad)').length"
 """Elements that an attack would leave behind, run or not."""
 VIEWS = {
+    "overview": ("summary", "tokens"),
     "replay": ("insight", "timeline", "decode", "cache", "window", "card", "text", "grid"),
     "rejected": ("rejected",), "thoughts": ("thoughts",), "compare": ("compare",),
     "patching": ("result",), "surgery": ("result",), "probes": ("result",), "sweep": ("result",),

@@ -51,6 +51,9 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
     ("card", ONE),
     ("card", {**ONE, "lens": "logit", "site": "C"}),
     ("gave", ONE),
+    ("summary", {"run": 0}),
+    ("tokens", {"run": 0, "verdict": "rejected", "sort": "-times"}),
+    ("tokens", {"run": 1, "requests": "0, 2-9", "entropy": "1:", "each": "1"}),
     ("rejected", {"run": 0}),
     ("rejected", {"run": 0, "request": 0, "sort": "-margin"}),
     ("rejected", {"run": 0, "sort": "drafted"}),
@@ -167,7 +170,7 @@ SVG_TAGS = {"svg", "g", "defs", "title", "rect", "path", "circle", "ellipse", "l
 DRAWN = "!document.querySelector('.asking') && document.getElementById('tab-{0}').ariaSelected === 'true'"
 BY_TAB = {
     "replay": ("timeline", "decode", "cache", "grid", "card", "window", "text"),
-    "rejected": ("rejected",), "compare": ("compare",), "probes": ("result",), "results": ("result",),
+    "overview": ("summary", "tokens"), "rejected": ("rejected",), "compare": ("compare",), "probes": ("result",), "results": ("result",),
 }  # fmt: skip
 
 

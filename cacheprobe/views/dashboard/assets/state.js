@@ -17,7 +17,7 @@
   const SORTS = ["drafted", "committed", "request", "step", "position", "drafter", "flip", "margin"];
   const MOST_LETTERS = 200;  // of a searched text
   const WORDS = {
-    tab: ["overview", "replay", "rejected", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"],
+    tab: ["replay", "overview", "rejected", "thoughts", "compare", ...SHELVED], site: ["S", "T", "C"],
     colour: ["logprob", "entropy", "rank"],
     rows: ["committed", "all"], theme: ["light", "dark"], follow: ["newest"],
     lost: ["first"], measure: ["verdict", "depth", "entropy", "logprob", "feature", "difference"], among: ["request"], gave: ["true"],

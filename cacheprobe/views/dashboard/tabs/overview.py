@@ -98,7 +98,7 @@ class TokenList(View):
         labels = {key: heading for key, (heading, _) in COLUMNS.items()}
         heads = sorting_heads(labels, NUMBERS, selection.sort, "arrange")
         body = "".join(map(_line, shown.itertuples()))
-        table = f"<table class='rejected tokens'><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        table = f"<table class='rejected all-tokens'><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
         return f"{bar}<div class='scroll'>{table}</div>"
 
     def _also(self, selection: TokenSelection, lines: pd.DataFrame) -> str:
