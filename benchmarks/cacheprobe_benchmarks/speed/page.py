@@ -62,10 +62,10 @@ def run(rounds: int, *, shapes: dict[str, tuple[int, int]] = SHAPES, layers: int
     Then until all visible views follow: token, a click on a token of the text; step, a click on a cell of the timeline;
     rejection, the key `n`; request, a click on the next request. worst: the slowest of all these in any round."""
     figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, measuring(len(shapes) * rounds) as bar, _chromium() as browser:
+    with tempfile.TemporaryDirectory() as folder, measuring(len(shapes) * rounds) as bar, chromium() as browser:
         for name, (requests, tokens) in shapes.items():
             directory = save_large_run(Path(folder) / name, requests=requests, tokens=tokens, layers=layers)
-            with _served(directory) as address:
+            with served(directory) as address:
                 _opened(browser, address)[0].close()  # the server's first answers import its libraries
                 taken: list[dict[str, float]] = []
                 for number in range(rounds):
@@ -99,12 +99,12 @@ def _opened(browser: Browser, address: str) -> tuple[Page, float]:
     """A page of the address, and milliseconds until its first views were painted."""
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(PATIENCE_MS)
-    page.goto(address, wait_until="commit")
+    page.goto(f"{address}?tab=replay", wait_until="commit")
     return page, page.evaluate(OPENED, [list(FIRST), PATIENCE_MS])
 
 
 @contextmanager
-def _chromium() -> Iterator[Browser]:
+def chromium() -> Iterator[Browser]:
     """Raises: RuntimeError where no browser is installed."""
     path = browser_path()
     if path is None:
@@ -116,7 +116,7 @@ def _chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def _served(directory: Path) -> Iterator[str]:
+def served(directory: Path) -> Iterator[str]:
     """The address of `cacheprobe dash` of the run."""
     command = [sys.executable, "-u", "-m", "cacheprobe", "dash", str(directory), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
