@@ -16,7 +16,8 @@ from cacheprobe.core.hook_names import ALL_SITES
 from cacheprobe.core.records import Observer, SamplingParams
 from cacheprobe.core.terminal import announcing
 from cacheprobe.core.values import JsonDict, folder
-from cacheprobe.edits.interventions.base import Intervention, as_interventions
+from cacheprobe.edits.interventions.base import Intervention
+from cacheprobe.edits.interventions.checks import interventions_of
 from cacheprobe.engine.continuation import REFERENCE, prepare_again, unfinished_run
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.drafters.replayed import Replayed
@@ -302,7 +303,9 @@ def verify(
     model = model or trace.model
     if model is None:
         raise ValueError("this trace was loaded without its model; use cp.verify(trace, model)")
-    given = trace.interventions if interventions is None else as_interventions(interventions)
+    given = trace.interventions
+    if interventions is not None:
+        given = interventions_of(interventions, model, len(trace.requests))
     if trace.head is not None:  # the reference runs no head, whose states change drafts alone
         given = tuple(one for one in given if one.layer < trace.head.meta["head"]["first_layer"])
     return replay(trace, model, partial(reference, **to), progress, given)

@@ -115,8 +115,8 @@ def _logprobs(events: pd.DataFrame) -> dict[int, list[float]]:
 
 _AT_FIRST = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "stop": []}
 """Sampling settings of a request that does not say them, such as one of an import."""
-_CAPTURED = tuple(one.name for one in fields(CaptureConfig) if one.name not in ("sites", "heads"))
-"""Settings of `CaptureConfig` beside sites and heads."""
+_CAPTURED = tuple(one.name for one in fields(CaptureConfig) if one.name not in ("sites", "heads", "modules"))
+"""Settings of `CaptureConfig` beside sites, heads and modules."""
 _MOST_VALUES = 8
 """Most values of one setting that are listed."""
 
@@ -182,7 +182,7 @@ def _settings(meta: JsonDict, requests: Sequence[JsonDict]) -> dict[str, tuple[s
         "deterministic requests": sum(bool(request.get("is_deterministic")) for request in requests),
         **dict.fromkeys(by_request),
         **{name.replace("_", " "): value for name, value in config.items()},
-        "captured": [*(capture["sites"] or ""), *capture["heads"]] or "no states",
+        "captured": [*(capture["sites"] or ""), *capture["heads"], *capture["modules"]] or "no states",
         **{f"captured {name.replace('_', ' ')}": capture[name] for name in _CAPTURED},
     }
     return {

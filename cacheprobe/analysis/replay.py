@@ -6,7 +6,7 @@ Error messages call the reference the oracle.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from operator import itemgetter
 
 from cacheprobe.analysis.comparison import first_difference, first_reading_difference
 from cacheprobe.core.config import CaptureConfig, EngineConfig
@@ -179,6 +179,7 @@ def _capture(trace: Trace, has_readings: bool) -> CaptureConfig:
     return CaptureConfig(
         sites=sites or None,
         heads=trace.store.heads,
+        modules=tuple(trace.store.modules),
         layers=tuple(capture["layers"]) if sites or trace.store.heads else None,
         dtype=capture["dtype"],
         top_k=capture["top_k"],
@@ -245,7 +246,7 @@ class _Comparison:
             return f" position {unknown[0]}: the oracle has no row there"
         theirs = theirs.loc[rows.position.to_numpy()].reset_index()
         store = self.trace.store
-        for layer, site in product(store.layers, (*store.sites, *store.heads)):
+        for site, layer in sorted(store.places, key=itemgetter(1)):
             pairs = zip(self.trace.kept(site, layer, rows), self.reference.kept(site, layer, theirs), strict=True)
             for position, (a, b) in zip(rows.position, pairs, strict=True):
                 if not bitwise(a, b):
@@ -290,11 +291,11 @@ def _not_compared(trace: Trace, requests: Sequence[Request], has_readings: bool)
     others = int(((rows.status != "committed") & rows.request_id.isin(deterministic)).sum())
     if others:
         yield f"states and readings of {others} rows that are not committed: the fast path or a drafter computed them"
-    if trace.meta["capture"]["dtype"] == INT8 and (trace.store.sites or trace.store.heads):
+    if trace.meta["capture"]["dtype"] == INT8 and trace.store.places:
         yield "states before they were rounded to int8: the reference's states are rounded likewise, then compared"
     if trace.hypothesis_table is not None and not has_readings:
         yield f"readings of the lens {trace.meta['lens']}: the oracle reads with the logit lens alone"
-    if not trace.store.sites and not trace.store.heads:
+    if not trace.store.places:
         yield "states: the run kept none"
     if trace.hypothesis_table is None:
         yield "readings: the run kept none"

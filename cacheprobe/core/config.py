@@ -4,7 +4,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, TypedDict
 
-from cacheprobe.core.hook_names import ALL_SITES, HEAD_SITES, SITES, captured_letters, site_advice, site_named
+from cacheprobe.core.hook_names import (
+    ALL_SITES,
+    HEAD_SITES,
+    SITES,
+    captured_letters,
+    module_name,
+    site_advice,
+    site_named,
+)
 from cacheprobe.core.other_names import dtype_name
 from cacheprobe.core.values import (
     NO_FLAG,
@@ -174,6 +182,10 @@ class CaptureConfig(KnownKeywords):
     heads: "str | Sequence[str]" = field(default=(), metadata=as_flag(tuple[str, ...]))
     """Head activations to keep: one or more of q, k, v, z and pattern; router, the experts of each token; and
     recurrent, the state of a recurrent layer after each token."""
+    modules: "str | Sequence[str]" = field(default=(), metadata=as_flag(tuple[str, ...]))
+    """Modules of the model whose output to keep, by their names in `named_modules()`, with `*` for every kept layer:
+    model.layers.*.self_attn.q_norm, lm_head. Endings: `.input`; `.query`, an attention's queries after the rotation;
+    `.output[1]`, the second of several. Hook points of TransformerLens, blocks.3.attn.hook_rot_q, take the bridge."""
     layers: tuple[int, ...] | None = None
     """Layers to keep, such as 0 15 29; by default those of the run's argument `layers`, which are all."""
     positions: Sequence[int] | None = field(default=None, metadata=NO_FLAG)
@@ -220,6 +232,7 @@ class CaptureConfig(KnownKeywords):
         if dtype is not None:
             require_one_of("dtype for captured states", dtype, KEPT_DTYPES)
         kept: JsonDict = {"sites": sites, "dtype": dtype, "heads": tuple(site for site in HEAD_SITES if site in heads)}
+        kept["modules"] = tuple(dict.fromkeys(map(module_name, listed(self.modules))))
         for name, known in (("phases", PHASES), ("statuses", STATUSES), ("layers", None), ("positions", None)):
             if (given := getattr(self, name)) is None:
                 continue
@@ -246,7 +259,7 @@ class CaptureConfig(KnownKeywords):
     @property
     def keeps_states(self) -> bool:
         """Whether the run keeps states, head activations, lens readings or features, and not only tokens and events."""
-        return bool(self.sites or self.heads or self.dictionary is not None)
+        return bool(self.sites or self.heads or self.modules or self.dictionary is not None)
 
     @property
     def reads_lens(self) -> bool:

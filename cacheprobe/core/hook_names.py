@@ -132,28 +132,61 @@ def captured_letters(sites: "str | Iterable[str]") -> str:
 
 _BLOCK_ENDS = {"hook_out": "S", "hook_in": "pre"}
 """Names that TransformerBridge gives the hooks at the ends of a block."""
-_MODULE_ENDS = ("attn.hook_out", "mlp.hook_out")
-"""Its names of what a module inside a block gives, before a norm that may follow."""
-_MODULE = re.compile(r"(?:model\.)*(?:layers|transformer\.h|gpt_neox\.layers)\.(\d{1,6})((?:\.[a-z_]{1,20})?)")
-"""A block of a Hugging Face model, as nnsight names it, and a module inside."""
+_BLOCK = re.compile(r"(?:model\.)*(?:layers|transformer\.h|gpt_neox\.layers)\.(\d{1,6})")
+"""A block of a Hugging Face model, as nnsight names it."""
+_NUMBER = re.compile(r"\.(\d{1,6})(?:\.|$)")
+_ENDING = re.compile(r"\.(output|input|query)(\.\d{1,2})?$")
+"""End of a module's name that says which of its tensors is meant."""
+
+
+def is_module(site: str) -> bool:
+    """Returns whether a site is a module's name as `module_name` gives it, or a hook point of TransformerLens, and none
+    of our sites."""
+    return "." in site
+
+
+def module_name(name: str) -> str:
+    """Returns the name of a module's tensor as it is stored: "model.layers[3].mlp" as "model.layers.3.mlp", and
+    "lm_head" as "lm_head.output". Raises: ValueError for a text that is no name."""
+    plain = re.sub(r"\[(\d{1,6})\]", r".\1", name)
+    if not re.fullmatch(r"\w+(\.(\w+|\*))*", plain):
+        raise ValueError(f"{name!r:.80} names no module; write it as in named_modules(), such as model.layers.3.mlp")
+    return plain if is_module(plain) else f"{plain}.output"
+
+
+def is_hook_point(name: str) -> bool:
+    """Returns whether a name is one that TransformerLens gives, and not one of the model's own modules."""
+    return name.startswith("blocks.")
+
+
+def number_in(name: str) -> int | None:
+    """Returns the layer in the name of a module or hook point: its first number; None without one."""
+    found = _NUMBER.search(_ENDING.sub("", name))
+    return int(found[1]) if found else None
 
 
 def place_of(site: str, layer: int | None) -> tuple[str, int]:
-    """Returns (site, layer) of a site as a user names it: a letter with a layer, or a hook point of another library.
+    """Returns (site, layer) of a site as a user names it: a letter with a layer, a hook point of another library, or a
+    module's name, in which "*" stands for the layer.
 
     Hook points: TransformerLens's ("blocks.3.hook_resid_post", "blocks.3.hook_attn_out"), with the layer in the name,
     or without it ("resid_post", see `site_named`); and a block's output as nnsight names it
-    ("model.layers[3].output[0]", "transformer.h.3").
-    Raises: ValueError for a hook point without states here, without a layer, or with two different layers.
+    ("model.layers[3].output[0]", "transformer.h.3"), which is site S.
+    A module outside of the blocks gets layer 0, until `models.feeding.located` asks the model.
+    Raises: ValueError for a name without a layer, or with two different layers.
     """
-    name = re.sub(r"\[(\d{1,6})\]", r".\1", site)
+    known = site_named(site)
+    if known in ATTENTION_SITES:
+        raise ValueError(f"{site!r} is of attention heads; say site='T' with layer= and head=")
+    if known in (*_HOOKS, LENS_SITE) or (layer is not None and "." not in known):
+        if layer is None:
+            raise ValueError(f"site {site} needs layer=")
+        return known, layer
+    if "*" in site and layer is None:
+        raise ValueError(f"{site!r} is of every layer; say of which with layer= or layers=")
+    name = module_name(site.replace("*", str(layer)))
     match = _BLOCK_HOOK.fullmatch(name)
-    module = _MODULE.fullmatch(re.sub(r"\.(output(\.0)?|input)$", "", name))
-    if (match and match[2] in _MODULE_ENDS) or (module and module[2]):
-        raise ValueError(
-            f"{site!r} is the output of a module inside a block; where a norm follows it, as in Gemma, it is not what "
-            "the block adds; say site='T' (attention) or site='C' (MLP), which are taken after that norm"
-        )
+    module = _BLOCK.fullmatch(re.sub(r"\.(output(\.0)?|input)$", "", name))
     found = site_of_hook(name)
     if match and match[2] in _BLOCK_ENDS:
         found = _entering(_BLOCK_ENDS[match[2]], int(match[1]))
@@ -162,16 +195,7 @@ def place_of(site: str, layer: int | None) -> tuple[str, int]:
     if found is not None and found[0] in ATTENTION_SITES:
         raise ValueError(f"{site!r} is of attention heads; say site='T' with layer={found[1]} and head=")
     if found is None:
-        known = site_named(site)
-        if "." in known:
-            raise ValueError(
-                f"{site!r} is no hook point with states here; sites are S, T, C, pre, router and recurrent, with layer="
-            )
-        if known in ATTENTION_SITES:
-            raise ValueError(f"{site!r} is of attention heads; say site='T' with layer= and head=")
-        if layer is None:
-            raise ValueError(f"site {site} needs layer=")
-        return known, layer
+        found = name, number_in(name) or 0
     if layer is not None and layer != found[1]:
         raise ValueError(f"{site!r} is at layer {found[1]}, and layer={layer} was given; leave out layer=")
     return found

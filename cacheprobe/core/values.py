@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import os
 import re
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -154,6 +155,11 @@ def nearest_or_all(name: str, known: Sequence[str]) -> str:
     name is near."""
     near = get_close_matches(name, known, 1, 0.5)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+
+
+def text_digest(token_ids: Sequence[int]) -> str:
+    """Returns the first 16 hex digits of the SHA-256 of a text, given as token ids."""
+    return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()[:16]
 
 
 # -- names

@@ -9,6 +9,7 @@ from cacheprobe.core.config import CaptureConfig, TokenRow
 from cacheprobe.core.records import DraftCosts
 from cacheprobe.core.values import JsonDict
 from cacheprobe.edits.interventions.base import Intervention
+from cacheprobe.edits.interventions.functions import Function
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.execution import PreparedRun, prepare
 from cacheprobe.engine.fingerprint import require_same
@@ -81,7 +82,7 @@ def prepare_again(
             f"which is not stored; given is {kept_by}; give cp.resume the same one"
         )
     path = meta["fingerprint"].get("path")
-    layers = tuple(capture["layers"]) if capture["sites"] or capture["heads"] else None
+    layers = tuple(capture["layers"]) if capture["sites"] or capture["heads"] or capture.get("modules") else None
     settings = {
         **meta["config"],
         "drafter": drafter,
@@ -94,6 +95,7 @@ def prepare_again(
     }
     requests = [request_from_record(item) for item in journal.header["requests"]]
     plan = make_plan(model, requests, settings, is_on_disk=True)
+    _require_told_apart(plan.interventions)
     had, given_lens = meta["fingerprint"].get("lens"), plan.fingerprint().get("lens")
     if plan.lens.name != meta["lens"] or (had is not None and had != given_lens):
         raise ValueError(
@@ -110,6 +112,16 @@ def prepare_again(
     require_same(meta["fingerprint"], run.plan.fingerprint(), "the unfinished run and its continuation")
     restore_states(run.states, journal)
     return _with_earlier_rows(run, journal)
+
+
+def _require_told_apart(interventions: Sequence[Intervention]) -> None:
+    """Raises: ValueError for a function of which nothing shows that it is that of the run that is continued."""
+    for one in interventions:
+        if isinstance(one, Function) and one.unnamed:
+            raise ValueError(
+                f"{one}: its function uses {one.unnamed}, of which nothing shows that it is as in the run that is "
+                "continued; run it again, and give the function numbers, tensors and functions"
+            )
 
 
 def _titled(dictionary: JsonDict | None) -> str:

@@ -24,7 +24,7 @@ from cacheprobe.engine.plan import RunPlan
 from cacheprobe.engine.shapes import FEWEST_PROMPTS, Hooked, batches_prompts
 from cacheprobe.engine.sizes import require_room
 from cacheprobe.kvcache.sequence import SequenceState
-from cacheprobe.models.experts import head_places
+from cacheprobe.models.feeding import captured_places
 from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.models.settings import hold_model
 from cacheprobe.trace.recording.assemble import assemble, meta_before
@@ -120,8 +120,8 @@ def prepare(plan: RunPlan, is_reference: bool = False, draft_costs: DraftCosts |
 def _with_tried_shapes(run: PreparedRun) -> PreparedRun:
     """Returns the run with pass shapes that a trial found to be batch-invariant."""
     plan, states, before = run.plan, run.states, run.plan.config
-    heads = tuple(head_places(plan.model, plan.capture.heads, plan.layers))
-    hooked = Hooked(heads, tuple(run.editor.sites) if run.editor is not None else ())
+    places = tuple(captured_places(plan.model, plan.capture, plan.layers))
+    hooked = Hooked(places, tuple(run.editor.sites) if run.editor is not None else ())
     is_any = any(state.request.is_deterministic for state in states)
     # the slow reference needs the shapes of a deterministic run; other runs keep their window
     replaceable = {*plan.unset_shapes} - (set() if is_any or run.is_reference else {"window"})

@@ -6,12 +6,13 @@ from functools import cached_property
 from typing import Any, cast
 
 from cacheprobe.core.config import CaptureConfig, EngineConfig, captured_layers, pick_deterministic
-from cacheprobe.core.hook_names import ALL_SITES
+from cacheprobe.core.hook_names import ALL_SITES, is_module
 from cacheprobe.core.noise import derive_seed
 from cacheprobe.core.records import Request, SamplingParams
 from cacheprobe.core.settings import DEFAULT_SAMPLING
 from cacheprobe.core.values import JsonDict, require_known_options, whole_number
 from cacheprobe.edits.interventions.base import Intervention, as_interventions
+from cacheprobe.edits.interventions.checks import interventions_of
 from cacheprobe.engine.drafters.base import Drafter
 from cacheprobe.engine.fingerprint import Fingerprint, require_ready, schedule_fingerprint
 from cacheprobe.engine.shapes import choose_shapes, within_positions
@@ -21,7 +22,7 @@ from cacheprobe.lenses.base import Lens, lens_identity, require_readable
 from cacheprobe.lenses.logit import LogitLens
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.conversation import assistant_turns, stop_sources
-from cacheprobe.models.feeding import require_heads
+from cacheprobe.models.feeding import module_places, require_heads, row_shapes
 from cacheprobe.models.heads.lm import DraftHeadLM
 from cacheprobe.models.hf.masks import longrope_length
 from cacheprobe.models.paths import choose_path
@@ -73,7 +74,7 @@ class RunPlan:
         Leaves out sites of heads that it lacks."""
         heads = tuple(site for site in self.capture.heads if site not in head.lacks)
         sites = self.capture.sites or None
-        capture = replace(self.capture, sites=sites, phases=None, layers=None, dictionary=None, heads=heads)
+        capture = replace(self.capture, sites=sites, phases=None, layers=None, dictionary=None, heads=heads, modules=())
         prompts = {r.request_id: r.prompt_token_ids for r in self.requests}
         return Recorder(head, capture, tuple(range(head.n_layers)), LogitLens(), prompts)
 
@@ -126,18 +127,19 @@ def make_plan(
     if not hasattr(model, "new_cache"):
         raise ValueError(f"a run needs a model from cp.load_model(...), got a {type(model).__name__}")
     require_ready(model)
-    served, path_reason = choose_path(model, given["path"], capture.heads)
+    edited = [one.site for one in as_interventions(given["interventions"]) if is_module(one.site)]
+    served, path_reason = choose_path(model, given["path"], capture.heads, [*capture.modules, *edited])
     served.check_settings(config.window)
     layers = captured_layers(capture, given["layers"], model.n_layers)
     recorded_dictionary(capture, served)
     if capture.heads:
         require_heads(served, capture.heads, layers)
+    row_shapes(served, module_places(served, capture.modules, layers))
     lens, recorded_capture = chosen_lens(given["lens"], capture, served)
     require_readable(lens, served, "S", layers)
     run_sampling = _run_sampling(given["sampling"], given["max_new_tokens"], model)
     run_seed = SamplingParams(seed=whole_number("seed", given["seed"])).seed or 0
     sampling = run_sampling.over(DEFAULT_SAMPLING).over(SamplingParams(stop_token_ids=model.stop_token_ids))
-    interventions = as_interventions(given["interventions"])
     listed = as_list(prompts)
     chosen = pick_deterministic(given["deterministic"], len(listed))
 
@@ -165,6 +167,7 @@ def make_plan(
     for request in tokenized:
         requests += _samples(request, len(requests), run_seed)
     _check_positions(capture, requests)
+    interventions = interventions_of(given["interventions"], served, len(requests))
     return RunPlan(
         served, path_reason, given["drafter"], config, unset, capture, recorded_capture, layers, lens, sampling,
         interventions, tuple(requests),

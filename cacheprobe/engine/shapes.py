@@ -63,7 +63,7 @@ class Hooked:
     """Lists the hooks of a run. The trial puts the same ones on the model, since hooks may change how it computes."""
 
     listened: tuple[tuple[str, int], ...] = ()
-    """(site, layer) of the attention heads that are captured."""
+    """(site, layer) of the attention heads and modules that are captured."""
     edited: tuple[tuple[str, int], ...] = ()
     """(site, layer) that interventions change."""
 

@@ -35,6 +35,7 @@ from cacheprobe.kvcache.cache import is_mapped
 from cacheprobe.kvcache.recurrent import bytes_of_states
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.experts import layers_of, state_shapes
+from cacheprobe.models.feeding import module_places, row_shapes
 from cacheprobe.ops.attention import BY_REQUEST
 from cacheprobe.ops.state_codec import INT8, SCALE_BYTES, kept_dtype
 
@@ -261,6 +262,8 @@ def state_bytes(model: CachedLM, capture: CaptureConfig, layers: Sequence[int]) 
             vectors, numbers = vectors + count, numbers + numel
     if (shapes := list(state_shapes(model).values())) and RECURRENT in capture.heads:  # other layers keep as much, NaN
         vectors, numbers = vectors + shapes[0][0] * len(layers), numbers + prod(shapes[0]) * len(layers)
+    for shape in row_shapes(model, module_places(model, capture.modules, layers)).values():
+        vectors, numbers = vectors + prod(shape[:-1]), numbers + prod(shape)
     most_experts = max((one.top_k for one in layers_of(model).values()), default=0) if ROUTER in capture.heads else 0
     of_routing = 2 * torch.float32.itemsize * most_experts * len(layers)  # a layer without experts keeps as much
     if capture.dtype == INT8:

@@ -11,7 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEAD_SHAPES, PATTERN, RECURRENT, ROUTER, hook_name, shape_of_heads
+from cacheprobe.core.config import CaptureConfig
+from cacheprobe.core.hook_names import (
+    HEAD_SHAPES,
+    PATTERN,
+    RECURRENT,
+    ROUTER,
+    hook_name,
+    is_module,
+    number_in,
+    shape_of_heads,
+)
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.experts import head_places, layers_of, state_shapes
@@ -83,6 +93,56 @@ def continue_texts(model: CachedLM, prompts: Sequence[Sequence[int]], length: in
     while unfinished := [i for i, text in enumerate(texts) if len(text) < length]:
         extend(unfinished, 1)
     return texts
+
+
+def module_places(model: CachedLM, names: Sequence[str], layers: Sequence[int]) -> list[tuple[str, int]]:
+    """Returns (name, layer) of the named modules, of a name with "*" for each of `layers`. Raises: ModelError for a
+    module outside of the blocks that the model lacks."""
+    every = [name.replace("*", str(layer)) for name in names for layer in (layers if "*" in name else layers[:1])]
+    return [located(model, name, number_in(name) or 0) for name in dict.fromkeys(every)]
+
+
+def captured_places(model: CachedLM, config: CaptureConfig, layers: Sequence[int]) -> list[tuple[str, int]]:
+    """Returns (site, layer) of the sites of heads at these layers, and of the modules, that a run captures."""
+    return head_places(model, config.heads, layers) + module_places(model, config.modules, layers)
+
+
+def located(model: CachedLM, site: str, layer: int) -> tuple[str, int]:
+    """Returns (site, layer), with the layer of a module whose name holds none: 0 before the blocks, the last one after
+    them. Raises: ModelError for a module that the model lacks."""
+    if not is_module(site) or number_in(site) is not None:
+        return site, layer
+    if (layer_of := getattr(model, "module_layer", None)) is None:
+        raise ModelError(
+            f"{model.name} has no module {site}; name a hook point of a block, such as {hook_name('S', 0)}"
+        )
+    return site, layer_of(site)
+
+
+_SHORT = 2, 13
+"""Batch size and tokens of the pass that shows the shapes of modules: no model has 13 heads or numbers, which would
+look like tokens."""
+
+
+def row_shapes(model: CachedLM, places: Sequence[tuple[str, int]]) -> dict[tuple[str, int], tuple[int, ...]]:
+    """Returns the shape of one token's entry at each of these modules, from one short pass. Raises: ModelError for a
+    module that the model lacks, that does not run once in a pass, or that has no entry for each token."""
+    if not places:
+        return {}
+    seen: dict[tuple[str, int], list[tuple[int, ...]]] = {place: [] for place in places}
+    if beyond := [place for place in places if not 0 <= place[1] < model.n_layers]:
+        raise ModelError(f"{model.name} has layers 0 to {model.n_layers - 1}, and no module {beyond[0][0]}")
+    with model.capturing(places, lambda site, layer, value: seen[site, layer].append(tuple(value.shape[2:]))):
+        model.forward(torch.zeros(_SHORT, dtype=torch.long), model.new_cache(*_SHORT), range(_SHORT[0]), [0, 0])
+    for (name, _), shapes in seen.items():
+        if len(shapes) != 1:
+            raise ModelError(f"{model.name}: {name} runs {len(shapes)} times in a pass, not once; name another module")
+        if _SHORT[1] in shapes[0]:
+            raise ModelError(
+                f"{model.name}: {name} has {list(shapes[0])} numbers for a token, as many as there are tokens in the "
+                'pass; attention weights are captured with CaptureConfig(heads=("pattern",))'
+            )
+    return {place: shapes[0] for place, shapes in seen.items()}
 
 
 _TOKENS, _CAPACITY = 4, 8

@@ -12,19 +12,23 @@ PATHS = ("auto", "bridge", "plain")
 
 
 @one_at_a_time()  # the hooks of another thread's run would be taken for the user's
-def choose_path(model: CachedLM, path: str = "auto", heads: Sequence[str] = ()) -> tuple[CachedLM, str]:
+def choose_path(
+    model: CachedLM, path: str = "auto", heads: Sequence[str] = (), modules: Sequence[str] = ()
+) -> tuple[CachedLM, str]:
     """Returns (model to run on, reason as one line of text). The model is the given one or, of a PlainLM, the BridgeLM
     of its weights.
 
-    path: "auto" takes the plain model, unless the user set a hook, or the heads need the bridge; "plain" raises then;
+    path: "auto" takes the plain model, unless the user set a hook, or heads or modules need the bridge; "plain" raises
+    then;
     "bridge" takes the bridge. A CachedLM with one forward alone is returned unchanged.
-    heads: sites of attention heads that will be captured.
+    heads: sites of attention heads that will be captured.  modules: names of modules and hook points that will be
+    hooked.
     Raises: ValueError for an unknown path; ModelError with the reason if the asked path is impossible.
     """
     if path not in PATHS:
         raise ValueError(f"unknown path {path!r}; choose one of {', '.join(PATHS)}{hint(path, PATHS)}")
     if (on_path := getattr(model, "on_path", None)) is not None:
-        bridge, reason = on_path(path, heads)
+        bridge, reason = on_path(path, heads, modules)
         return model if bridge is None else bridge, reason
     only = str(getattr(model, "path", ""))
     if only and path not in ("auto", only):

@@ -1,6 +1,5 @@
 """Makes the lenses and interventions that the settings of a sweep describe as texts."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,8 @@ MADE_HERE = ("zero", "add", "mean", "resample")
 NEEDS_STATES = ("mean", "resample")
 
 
-def make_changes(text: str, request_ids: Iterable[int], states: "Tensor | None" = None) -> "list[Intervention]":
-    """Returns a list with an Intervention for each request, from a text such as zero:site=T,layer=3,positions=4-9.
+def make_change(text: str, states: "Tensor | None" = None) -> "Intervention":
+    """Returns an Intervention on all requests, from a text such as zero:site=T,layer=3,positions=4-9.
 
     states: [n, m] activations of a run without interventions, for mean and resample; by default zeros.
     Raises: ValueError for an unknown intervention, option or value.
@@ -44,8 +43,7 @@ def make_changes(text: str, request_ids: Iterable[int], states: "Tensor | None" 
         first = [torch.zeros(1, 1) if states is None else states] if name in NEEDS_STATES else []
         if name == "add":
             first = [torch.full((1, 1), number("value", options.pop("value", None)))]
-        make = getattr(interventions, name)
-        return [make(*first, **options, request_id=i, own_fingerprint=True) for i in request_ids]
+        return getattr(interventions, name)(*first, **options, own_fingerprint=True)
     except (TypeError, ValueError) as error:
         raise ValueError(f"intervention {text!r}: {error}; write it as in zero:site=T,layer=3") from error
 

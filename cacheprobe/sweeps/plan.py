@@ -14,7 +14,7 @@ from cacheprobe.models.base import ModelError
 from cacheprobe.models.hf.adapters import adapter_directory
 from cacheprobe.models.known import EMBEDDED, embedded_directory, require_known, shipped_folder
 from cacheprobe.sweeps.cells import Cell, canonical, code_version, combinations, origin
-from cacheprobe.sweeps.factory import lens_folder, make_changes
+from cacheprobe.sweeps.factory import lens_folder, make_change
 from cacheprobe.sweeps.settings import SweepConfig
 from cacheprobe.sweeps.store import SweepStore
 
@@ -81,7 +81,7 @@ def _make_parts(axes: JsonDict, config: SweepConfig) -> None:
     if axes["drafter"] is not None:
         make("drafters", axes["drafter"])
     if axes["intervention"] is not None:
-        make_changes(axes["intervention"], [0])
+        make_change(axes["intervention"])
 
 
 def _examples(cells: Sequence[JsonDict]) -> str:

@@ -21,7 +21,7 @@ from cacheprobe.edits.interventions.base import Intervention
 from cacheprobe.models.base import CachedLM
 from cacheprobe.models.loaders import load_model
 from cacheprobe.sweeps.cells import Cell, ModelKey, code_version, libraries
-from cacheprobe.sweeps.factory import NEEDS_STATES, make_changes, make_lens
+from cacheprobe.sweeps.factory import NEEDS_STATES, make_change, make_lens
 from cacheprobe.sweeps.store import SweepStore
 from cacheprobe.tasks import Example
 from cacheprobe.trace.storage import save_trace
@@ -191,16 +191,16 @@ def _run(cell: Cell, model: CachedLM) -> Trace:
 
 
 def _changes(text: str | None, model: CachedLM, examples: Sequence[Example], settings: JsonDict) -> list[Intervention]:
-    """Returns a list with the cell's Intervention for each request; [] if the cell has none."""
+    """Returns a list with the cell's Intervention on all requests; [] if the cell has none."""
     if text is None:
         return []
     states = None
     if text.startswith(NEEDS_STATES):
-        (one,) = make_changes(text, [0])
+        one = make_change(text)
         plain: JsonDict = {**settings, "layers": [one.layer], "lens": None}
         unchanged = run(model, examples, capture=one.site, **plain)
         states = torch.cat([unchanged.states(one.site, one.layer, r.request_id) for r in unchanged.requests])
-    return make_changes(text, range(len(examples)), states)
+    return [make_change(text, states)]
 
 
 def _plain(value: object) -> object:

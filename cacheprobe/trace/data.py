@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEAD_SITES, PATTERN, SITE_NAMES, site_advice, site_label
+from cacheprobe.core.hook_names import HEAD_SITES, PATTERN, SITE_NAMES, module_name, site_advice, site_label
 from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.records import STATUSES, Request
 from cacheprobe.core.tokens import special_token_ids
@@ -245,6 +245,18 @@ class TraceData:
             raise ValueError("patterns differ in length from row to row; ask for them with pattern_rows(layer, rows)")
         return self.store.some_of(site, *self.state_indices(site, layer, rows))
 
+    def module(self, name: str, rows: "pd.DataFrame | Sequence[int]") -> Tensor:
+        """Returns what a module of the model computed for n given rows, of any status: [n, ...].
+
+        name: as in CaptureConfig(modules=...), with the layer in place of "*".  rows: from `rows(...)`, or row numbers.
+        Raises: ValueError for a module that was not captured, and as `vectors`.
+        """
+        name, there = module_name(name), self.store.modules
+        if name not in there:
+            kept = f"this run kept {', '.join(there)}" if there else "this run kept none"
+            raise ValueError(f"module {name} was not captured; {kept}; run it with CaptureConfig(modules=({name!r},))")
+        return self.vectors(name, there[name], rows)
+
     def state_indices(
         self, site: str, layer: SupportsIndex, rows: "pd.DataFrame | Sequence[int]"
     ) -> tuple[int, Tensor]:
@@ -322,6 +334,8 @@ class TraceData:
 
     def _require_site(self, site: str, layer: SupportsIndex) -> None:
         """Raises: ValueError if states of this site or this layer were not captured, with the reason."""
+        if self.store.modules.get(site) == layer:
+            return
         if site not in SITE_NAMES and site not in HEAD_SITES:
             raise ValueError(
                 f"unknown site {site!r}{site_advice(site)}; states are kept at "

@@ -8,14 +8,16 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from operator import index
+from types import MappingProxyType
 from typing import SupportsIndex
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEAD_SITES, SITES
+from cacheprobe.core.hook_names import HEAD_SITES, SITES, is_module
 from cacheprobe.core.values import JsonDict
 from cacheprobe.ops.state_codec import decode
 from cacheprobe.trace.manifest import BLOCK_BYTES, CheckedFiles, TraceError
@@ -27,11 +29,20 @@ class StateStore:
     The n vectors of every tensor are in the order of `state_index` in the rows table.
     """
 
-    def __init__(self, sites: Sequence[str], heads: Sequence[str], layers: Sequence[int]) -> None:
+    def __init__(
+        self, sites: Sequence[str], heads: Sequence[str], layers: Sequence[int], modules: Mapping[str, int]
+    ) -> None:
         self.sites, self.layers = tuple(sites), tuple(layers)
+        self.modules = dict(modules)
+        """Layer of each captured module, by its name: [n, ...] each."""
         self.heads = tuple(heads)
         """Sites of attention heads: [n, h, d] each. A pattern is flat: row by row, the weights [h, p + 1] of position
         p."""
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """(site, layer) of all that is stored: sites, heads, then modules."""
+        return [*product((*self.sites, *self.heads), self.layers), *self.modules.items()]
 
     def stored(self, site: str, layer: int) -> Tensor:
         """Returns every vector of one site and layer as it is stored; see `state_codec.encode` for int8."""
@@ -54,7 +65,8 @@ class MemoryStore(StateStore):
         self._states = dict(states)
         captured = {site for site, _ in states}
         sites, heads = ([site for site in of_kind if site in captured] for of_kind in (SITES, HEAD_SITES))
-        super().__init__(sites, heads, sorted({layer for _, layer in states}))
+        layers = {layer for site, layer in states if not is_module(site)}
+        super().__init__(sites, heads, sorted(layers), {site: at for site, at in states if is_module(site)})
 
     def stored(self, site: str, layer: int) -> Tensor:
         """Returns every vector of one site and layer as it is stored."""
@@ -108,8 +120,9 @@ class ShardStore(StateStore):
         sites: Sequence[str],
         layers: Sequence[int],
         heads: Sequence[str] = (),
+        modules: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        super().__init__(sites, heads, layers)
+        super().__init__(sites, heads, layers, modules)
         self.files, self.shards = files, tuple(shards)
         self._kept: dict[str, Tensor] = {}
         """Whole tensors by name, the one that was used last at the end."""
@@ -129,7 +142,7 @@ class ShardStore(StateStore):
     def _places_of(self, key: str) -> list[tuple[str, JsonDict]]:
         """Returns the files of a tensor. Raises: TraceError if there is no such tensor."""
         if key not in self._places:
-            site, layer = key.split(".")
+            site, _, layer = key.rpartition(".")
             raise TraceError(f"{self.files.directory} holds no states of site {site}, layer {layer}; run it again")
         return self._places[key]
 

@@ -21,7 +21,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from io import BytesIO
-from itertools import chain, count, product
+from itertools import chain, count
 from pathlib import Path
 
 import pandas as pd
@@ -221,7 +221,8 @@ def _write_data(
     if trace.thought_states is not None:
         states = {"states": trace.thought_states.contiguous()}
         files.write_tensors(files.name("thoughts", "safetensors"), states)
-    return {**{name: list(getattr(trace.store, name)) for name in SITES}, "meta": trace.meta}
+    sites = {name: list(getattr(trace.store, name)) for name in SITES}
+    return {**sites, "modules": trace.store.modules, "meta": trace.meta}
 
 
 def _write_states(store: StateStore, files: RunFiles, keeps_shards: bool) -> None:
@@ -240,7 +241,7 @@ def _write_states(store: StateStore, files: RunFiles, keeps_shards: bool) -> Non
                 files.write(name, lambda path, shard=shard: store.files.copy(shard, path))
         return
     batch: dict[str, Tensor] = {}
-    for place in product((*store.sites, *store.heads), store.layers):
+    for place in store.places:
         batch[tensor_key(*place)] = store.stored(*place).contiguous()
         if sum(tensor.nbytes for tensor in batch.values()) >= SHARD_BYTES:
             files.write_tensors(next(names), batch)

@@ -85,7 +85,7 @@ class StoredRun:
         self.version = f"{files.prefix}{self.run_id}"
         """Names what was read: the run's id; of a growing run also its number of parts."""
         self.sites, self.heads = tuple(header["sites"]), tuple(header["heads"])
-        self.layers = tuple(header["layers"])
+        self.layers, self.modules = tuple(header["layers"]), dict(header.get("modules", {}))
         self.shards = files.names("states", "safetensors")
         """Names of the files of states, in the order of their rows."""
         self._lock = Lock()

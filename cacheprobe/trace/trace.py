@@ -271,12 +271,11 @@ class Trace(TraceData):
         if self.thought_table is not None:
             results += (self.thoughts_said(request_id),)
         digest = hashlib.sha256(repr(results).encode())
-        for site in (*self.store.sites, *self.store.heads):
-            for layer in self.store.layers:
-                digest.update(f"{site}.{layer}".encode())
-                kept = self.kept(site, layer, rows)
-                for states in [kept] if isinstance(kept, Tensor) else kept:
-                    digest.update(states.contiguous().view(torch.uint8).numpy().data.cast("B"))
+        for site, layer in self.store.places:
+            digest.update(f"{site}.{layer}".encode())
+            kept = self.kept(site, layer, rows)
+            for states in [kept] if isinstance(kept, Tensor) else kept:
+                digest.update(states.contiguous().view(torch.uint8).numpy().data.cast("B"))
         return digest.hexdigest()
 
     def save(self, directory: "str | Path", *, overwrite: bool = False) -> Path:
@@ -312,7 +311,7 @@ def trace_of(run: StoredRun, model: CachedLM | None) -> Trace:
         requests=tuple(request_from_record(item) for item in run.requests),
         tokens={item["request_id"]: item["committed_token_ids"] for item in run.requests},
         texts={item["request_id"]: item["text"] for item in run.requests},
-        store=ShardStore(run.files, run.shards, run.sites, run.layers, run.heads),
+        store=ShardStore(run.files, run.shards, run.sites, run.layers, run.heads, run.modules),
         meta=run.meta,
         model=model,
         thought_states=torch.cat(thoughts) if thoughts else None,

@@ -150,6 +150,6 @@ def test_the_forward_inside_a_step_is_refused() -> None:
         of_prompt(METRIC)
         return state
 
-    change = cp.interventions.function(differentiate, request_id=0, site="S", layers=[1])
+    change = cp.interventions.hook("S", differentiate, layers=[1])
     with pytest.raises(EngineError, match="in the middle of a step"):
         cp.run(model(), [PROMPT], interventions=change, capture=None, **OPTIONS)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.edits.interventions import ablate, add, clamp, function, project, read_steering, steer
+from cacheprobe.edits.interventions import ablate, add, clamp, hook, project, read_steering, steer
 from cacheprobe.ops.equality import bitwise, close
 from tests.interventions.test_interventions import LIGHT, PLACES, SUMS, WIDTH, generated_slowly, hooked_slowly
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
@@ -28,6 +28,10 @@ LAYER, POSITIONS = 1, (2, 7, 9)
 
 def turned(state: Tensor, context: cp.interventions.StateContext) -> Tensor:
     return state.flip(0) * 0.5 + context.position
+
+
+def by_hook(f: Callable, *, site: str, **where: Any) -> tuple[cp.interventions.Intervention, ...]:
+    return hook(site, f, **where)
 
 
 def directions(width: int, count: int = 2) -> Tensor:
@@ -54,7 +58,7 @@ def set_to(direction: Tensor, value: float) -> Callable[[Tensor, int], Tensor]:
 
 
 CHANGES = {  # what makes the intervention, and a new state from an old one and its position
-    "function": lambda width: ((function, turned), lambda state, position: state.flip(0) * 0.5 + position),
+    "function": lambda width: ((by_hook, turned), lambda state, position: state.flip(0) * 0.5 + position),
     "ablate": lambda width: ((ablate, directions(width)), without(directions(width))),
     "project": lambda width: ((project, directions(width)), alone(directions(width))),
     "clamp": lambda width: ((clamp, directions(width)[0], 3.0, 3.0), set_to(directions(width)[0], 3.0)),
@@ -108,7 +112,7 @@ def breaks(state: Tensor, context: cp.interventions.StateContext) -> Tensor:
     ids=["raises", "shape", "dtype", "nan", "no tensor"],
 )
 def test_a_function_that_fails_ends_its_request_alone(f: Callable[..., Tensor], message: str) -> None:
-    one = function(f, request_id=0, site="S", layers=1)
+    one = hook("S", f, request_id=0, layers=1)
     with pytest.warns(RuntimeWarning, match="request 0"):
         trace = cp.run(loaded(), PROMPTS[:2], interventions=one, **LIGHT)
     assert trace.meta["finish"] == {"0": "error", "1": "length"}
@@ -132,7 +136,7 @@ def test_a_function_that_fails_while_a_draft_grows_ends_the_run(position: int) -
             raise KeyError("my own fault")
         return state
 
-    one = function(fails, request_id=0, site="S", layers=1, own_fingerprint=True)
+    one = hook("S", fails, request_id=0, layers=1, own_fingerprint=True)
     with pytest.warns(RuntimeWarning, match="request 0"):
         trace = cp.run(loaded(), PROMPTS[:2], interventions=one, **{**LIGHT, "deterministic": True})
     plain = cp.run(loaded(), PROMPTS[:2], **{**LIGHT, "deterministic": True})
@@ -150,7 +154,7 @@ def test_a_function_gets_copies_and_is_told_the_place() -> None:
         return kept
 
     settings = dict(**LIGHT, drafter=cp.drafters.EarlyExit(layer=1))
-    one = function(spoils, request_id=0, site="S", layers=[0, 2], phases=["prefill", "decode"])
+    one = hook("S", spoils, request_id=0, layers=[0, 2], phases=["prefill", "decode"])
     trace = cp.run(loaded(), PROMPTS[:2], interventions=one, **settings)
     assert trace.digest(0) == cp.run(loaded(), PROMPTS[:2], **settings).digest(0)
     prefilled = {(c.layer, c.position) for c in told if c.phase == "prefill"}
@@ -159,13 +163,13 @@ def test_a_function_gets_copies_and_is_told_the_place() -> None:
 
 
 def test_a_run_is_replayed_with_its_function_and_with_no_other(tmp_path: Path) -> None:
-    one = function(turned, request_id=0, site="S", layers=1, positions=3, own_fingerprint=True)
+    one = hook("S", turned, request_id=0, layers=1, positions=3, own_fingerprint=True)
     cp.run(loaded(), PROMPTS[:1], deterministic=True, interventions=one, **LIGHT).save(tmp_path / "run")
     stored = cp.load_trace(tmp_path / "run", model=loaded())
     assert stored.meta["interventions"][0]["name"] == "turned"
     assert cp.verify(stored, interventions=one, progress=False).is_equal
     for other in (
-        function(breaks, request_id=0, site="S", layers=1, positions=3, own_fingerprint=True, name="turned"),
+        hook("S", breaks, request_id=0, layers=1, positions=3, own_fingerprint=True, name="turned"),
         ablate(directions(32), request_id=0, site="S", layers=1, positions=3, own_fingerprint=True),
     ):
         with pytest.raises(ValueError, match="different schedules; interventions: 'request 0"):
@@ -180,8 +184,8 @@ WHERE: dict[str, Any] = dict(request_id=0, site="S", layers=1)
 )
 def test_functions_are_told_apart(of: Callable[[float], Callable[..., Tensor]]) -> None:
     """Those without a source, and those whose source is the same."""
-    first, other, same = (function(of(x), **WHERE)[0].record()["source_sha256"] for x in (2.0, 3.0, 2.0))
-    assert first == same != other != function(partial(turned), **WHERE)[0].record()["source_sha256"] != first
+    first, other, same = (by_hook(of(x), **WHERE)[0].record()["source_sha256"] for x in (2.0, 3.0, 2.0))
+    assert first == same != other != by_hook(partial(turned), **WHERE)[0].record()["source_sha256"] != first
 
 
 def scaled(factor: float, state: Tensor, context: cp.interventions.StateContext) -> Tensor:
@@ -211,7 +215,7 @@ def test_directions_are_part_of_the_fingerprint() -> None:
             lambda where: clamp(directions(32)[0], float("nan"), **where),
             "clamp: give finite low.*got low=nan",
         ),
-        (lambda where: function(turned, **{**where, "layers": []}), "so nothing would change"),
+        (lambda where: by_hook(turned, **{**where, "layers": []}), "so nothing would change"),
         (lambda where: ablate(directions(32), **{**where, "layers": ()}), "so nothing would change"),
         (lambda where: steer({}, request_id=0), "so nothing would change"),
         (

@@ -5,7 +5,7 @@ import torch
 
 import cacheprobe as cp
 from cacheprobe.core.hook_names import place_of
-from cacheprobe.edits.interventions import function, swap, zero
+from cacheprobe.edits.interventions import hook, swap, zero
 from tests.by_hand import changed, forward
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
 
@@ -26,23 +26,27 @@ from tests.tiny import PROMPTS, SMALL, hf_model, loaded
         ("model.model.layers.3", ("S", 3)),
         ("transformer.h.2.output", ("S", 2)),
         ("gpt_neox.layers[1]", ("S", 1)),
+        ("model.layers[3].self_attn", ("model.layers.3.self_attn", 3)),
+        ("transformer.h[0].mlp.output", ("transformer.h.0.mlp.output", 0)),
+        ("model.decoder.layers.2.output[1]", ("model.decoder.layers.2.output.1", 2)),
+        ("blocks.1.attn.hook_out", ("blocks.1.attn.hook_out", 1)),
+        ("blocks.1.ln1.hook_scale", ("blocks.1.ln1.hook_scale", 1)),
+        ("lm_head", ("lm_head.output", 0)),
     ],
 )
 def test_a_hook_point_names_site_and_layer(name: str, place: tuple[str, int]) -> None:
-    assert place_of(name, None) == place == place_of(name, place[1])
+    assert place_of(name, None) == place
+    assert place_of(name, place[1] if "." in name else None) == place
 
 
 @pytest.mark.parametrize(
     ("site", "layer", "says"),
     [
         ("blocks.1.hook_resid_post", 2, "is at layer 1, and layer=2 was given"),
-        ("model.layers.3.self_attn", None, "a norm follows it"),
-        ("transformer.h[0].mlp.output", None, "site='T' .attention. or site='C'"),
-        ("blocks.1.attn.hook_out", None, "a norm follows it"),
-        ("blocks.1.mlp.hook_out", None, "a norm follows it"),
+        ("model.layers.*.mlp", None, "say of which with layer= or layers="),
+        ("model.layers.3.mlp", 2, "is at layer 3, and layer=2 was given"),
         ("blocks.1.attn.hook_z", None, "say site='T' with layer=1 and head="),
-        ("blocks.1.ln1.hook_scale", None, "is no hook point with states here"),
-        ("model.layers.x", None, "is no hook point"),
+        ("model.layers 3", None, "names no module"),
         ("S", None, "site S needs layer="),
     ],
 )
@@ -64,7 +68,7 @@ def test_the_block_of_nnsight_is_the_block_that_changes(family: str) -> None:
 
 
 def test_every_function_takes_a_hook_point() -> None:
-    (one,) = function(lambda state, context: state, request_id=0, site="blocks.1.hook_mlp_out")
+    (one,) = hook("blocks.1.hook_mlp_out", lambda state, context: state)
     assert (one.site, one.layer) == ("C", 1)
     trace = cp.run(loaded(), [PROMPTS[1], PROMPTS[1]], **SMALL)
     first, second = swap(trace, 0, 1, site="blocks.1.hook_resid_post", positions=[1])

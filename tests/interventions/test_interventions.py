@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.edits.interventions import ablate, ablate_feature, add, function, mean, replace, resample, swap, zero
+from cacheprobe.edits.interventions import ablate, ablate_feature, add, hook, mean, replace, resample, swap, zero
 from cacheprobe.ops.equality import bitwise, close
 from tests.dictionaries.planted import random_dictionary
 from tests.tiny import PROMPTS, SMALL, hf_model, loaded
@@ -96,7 +96,7 @@ def changes_of(dtype: torch.dtype) -> list[cp.interventions.Intervention]:
             resample(states, seed=3, site="S", layer=1, positions=[1, 6, 12], **own),
             mean(states, site="pre", layer=2, positions=[2, 9, 13], **own),
             *ablate(states[:2], site="S", layers=[0, 1], **own),
-            *function(lambda state, context: state * context.position, site="C", layers=1, positions=[3, 9], **own),
+            *hook("C", lambda state, context: state * context.position, layers=1, positions=[3, 9], **own),
             ablate_feature(random_dictionary("topk"), 5, **own),
         ]
     return made

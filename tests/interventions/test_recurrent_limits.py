@@ -134,5 +134,5 @@ def test_a_stream_in_float32_beside_16_bits_is_refused_with_its_remedy(family: s
 
 
 def test_the_sites_that_can_be_changed_are_listed() -> None:
-    with pytest.raises(ValueError, match="sites are S, T, C, pre, router and recurrent, with layer="):
-        zero(request_id=0, site="blocks.2.attn.foo")
+    with pytest.raises(ValueError, match="choose one of S, T, C, pre, router, recurrent"):
+        zero(request_id=0, site="foo", layer=2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cacheprobe as cp
-from cacheprobe.edits.interventions import Intervention, function, replace, swap, zero
+from cacheprobe.edits.interventions import Intervention, hook, replace, swap, zero
 from cacheprobe.edits.interventions.editor import Editor
 from cacheprobe.models.plain.lm import PlainLM
 from cacheprobe.ops.equality import close
@@ -70,7 +70,7 @@ def made(family: str, kind: str) -> tuple[list[Intervention], Changes]:
             place: lambda old, new=new: new.view(old.shape).to(old) for place, new in zip(places, states, strict=True)
         }
         return [replace(states.flatten(1), layer=layer, **where)], by_hand
-    return list(function(turned, layers=[layer], **where)), dict.fromkeys(places, turned)
+    return list(hook(where.pop("site"), turned, layers=[layer], **where)), dict.fromkeys(places, turned)
 
 
 KINDS = [("mamba2", kind) for kind in ("zero", "one head", "another run", "a function")]

@@ -170,8 +170,8 @@ MUTATIONS = [
     bug(
         "interventions are not made",
         ("unfit cells",),
-        f"{SWEEPS}.run_cell:make_changes",
-        instead(lambda text, request_ids, states=None: []),
+        f"{SWEEPS}.run_cell:_changes",
+        instead(lambda *given: []),
     ),
     bug(
         "seeds end early",

@@ -152,7 +152,7 @@ def test_an_edit_that_a_later_one_replaces_is_told() -> None:
         (lambda **at: iv.replace(VECTOR, site="T", layer=LAYER, **at), ("verify",)),
         (lambda **at: iv.clamp(VECTOR, 0.5, 0.5, site="S", layers=[LAYER], **at), ("prefill",)),
         (lambda **at: iv.ablate(VECTOR, site="S", layers=LAYER, **at), None),
-        (lambda **at: iv.function(lambda state, context: state / 2, site="C", layers=LAYER, **at), ("verify",)),
+        (lambda **at: iv.hook("C", lambda state, context: state / 2, layers=LAYER, **at), ("verify",)),
         (lambda **at: iv.zero(site="T", head=2, layer=LAYER, **at), None),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_snapshot_of_a_prompt_has_no_state_of_its_last_token() -> None:
         (dict(positions=[1.5]), "one of positions must be a whole number of at least 0, got 1.5"),
         (dict(steps=2.0), "one of steps must be a whole number of at least 0, got 2.0"),
         (dict(layer=True), "layer must be a whole number, got True"),
-        (dict(request_id=[0, 1]), r"request_id must be a whole number, got \[0, 1\]"),
+        (dict(request_id=[0, 0]), r"request_id is \[0, 0\]; give each request once, or .all."),
         (dict(site="T", head=0.5), "head must be a whole number, got 0.5"),
     ],
 )

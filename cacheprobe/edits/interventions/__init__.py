@@ -2,8 +2,9 @@
 
 from cacheprobe.edits.interventions.base import Intervention, StateContext
 from cacheprobe.edits.interventions.features import FeatureChange, ablate_expert, ablate_feature, steer_feature
-from cacheprobe.edits.interventions.functions import ablate, clamp, function, project
+from cacheprobe.edits.interventions.functions import ablate, clamp, hook, project
 from cacheprobe.edits.interventions.make import add, mean, read_steering, replace, resample, steer, swap, zero
+from cacheprobe.edits.interventions.rejected import on_rejected
 
 __all__ = [
     "FeatureChange",
@@ -14,8 +15,9 @@ __all__ = [
     "ablate_feature",
     "add",
     "clamp",
-    "function",
+    "hook",
     "mean",
+    "on_rejected",
     "project",
     "read_steering",
     "replace",

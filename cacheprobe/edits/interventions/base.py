@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Required, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES, site_advice
+from cacheprobe.core.hook_names import HEADS, RECURRENT, ROUTER, SITES, is_module, site_advice
 from cacheprobe.core.live import require_usable_process
 from cacheprobe.core.noise import RESAMPLE_STREAM, uniform_noise
 from cacheprobe.core.records import PHASES
@@ -16,7 +17,7 @@ from cacheprobe.core.values import JsonDict, flag, listed, require_known_options
 
 EDITED_SITES = (*SITES, "pre", ROUTER, RECURRENT)
 """Sites whose states an intervention may change: S, T, C, "pre", the input of a block, "router", the logits of a router
-over its experts, and "recurrent", the state of a recurrent layer after a token."""
+over its experts, and "recurrent", the state of a recurrent layer after a token. Besides, any module by its name."""
 SITES_OF_HEADS = ("T", RECURRENT)
 """Sites at which an intervention may change a single head."""
 
@@ -24,7 +25,11 @@ Numbers: TypeAlias = "int | Iterable[int] | None"
 """Positions or steps: one, several, or None for all."""
 
 
-class Acting(TypedDict, total=False):
+RequestIds: TypeAlias = "int | Iterable[int] | slice | str"
+"""Requests by their numbers in the run: one, several, a slice of all, or "all"."""
+
+
+class Timed(TypedDict, total=False):
     """Declares keyword arguments of the functions of `cp.interventions` that say when an Intervention acts. They are
     fields of an Intervention, with the same meaning."""
 
@@ -34,10 +39,15 @@ class Acting(TypedDict, total=False):
     own_fingerprint: bool
 
 
-class OnRequest(Acting, total=False):
-    """Declares the keyword arguments of `steer`: also the request."""
+class Acting(Timed, total=False):
+    """Declares further: on which requests."""
 
-    request_id: Required[int]
+    request_id: RequestIds
+
+
+class OnRequest(Acting, total=False):
+    """Declares the keyword arguments of `steer`: also the length of the prompt."""
+
     num_prompt_tokens: int | None
 
 
@@ -49,12 +59,17 @@ class Where(OnRequest, total=False):
     head: int | None
 
 
-class WhereLayers(OnRequest, total=False):
+class HookOptions(OnRequest, total=False):
+    """Declares the keyword arguments of `hook`: also layers and head."""
+
+    layers: "int | Iterable[int] | None"
+    head: int | None
+
+
+class WhereLayers(HookOptions, total=False):
     """Declares the keyword arguments of functions that create an Intervention for each of several layers."""
 
     site: Required[str]
-    layers: "int | Iterable[int] | None"
-    head: int | None
 
 
 def checked_fields(name: str, given: Mapping[str, object], known: Any) -> JsonDict:
@@ -81,7 +96,7 @@ class StateContext(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Intervention:
-    """Describes a change of one request's states at one site and layer.
+    """Describes a change of requests' states at one site and layer. A run makes one of each request from it.
 
     Acts whenever the model computes one of `positions`, also in a draft pass, unless `phases` or `steps` exclude it.
 
@@ -97,11 +112,12 @@ class Intervention:
     """[n, w], float32 or float64: one vector for all positions, one for each position, or, with `seed`, the vectors to
     choose from. w is d_model, the head's width, the number of experts, the numbers of all heads of a recurrent state
     (trace.heads("recurrent", layer, request).flatten(1)), or 1 for the same number in every dimension."""
-    request_id: int
-    """Number of the request in the run."""
+    request_id: RequestIds = "all"
+    """Number of the request in the run, from 0 on; several numbers (stored as a tuple), a slice, or "all"."""
     site: str
-    """S, T, C, "pre": the residual stream that enters the block, "router": the logits over the experts, or "recurrent":
-    the state of a recurrent layer after the token. The layer's output of the token itself is read before the change."""
+    """A module's name, from `core.hook_names.module_name`; or S, T, C, "pre": the residual stream that enters the
+    block, "router": the logits over the experts, or "recurrent": the state of a recurrent layer after the token. The
+    layer's output of the token itself is read before the change."""
     layer: int
     positions: Any = None
     """Absolute positions of input tokens, one or several (stored as a tuple); 0 is the prompt's first token. None for
@@ -121,6 +137,10 @@ class Intervention:
     """If set, each position takes one of `vectors`, drawn from (seed, position)."""
     num_prompt_tokens: int | None = None
     """Prompt length that the request must have, in tokens; None for any."""
+    keeps_shape: bool = False
+    """Whether `changed` gets the states as the module has them, [n, ...], and not flat."""
+    drafts: "frozenset[str] | None" = None
+    """If set, acts on these draft tokens alone: digests of the text up to the token, as from `text_digest`."""
     include_special: bool = True
     """Whether to act on special tokens and on the first position too; see `core.tokens.special`. False for edits of
     features."""
@@ -130,7 +150,8 @@ class Intervention:
             """Sets a field although the dataclass is frozen."""
             object.__setattr__(self, name, value)
 
-        for name in ("request_id", "layer", *(("head",) if self.head is not None else ())):
+        keep("request_id", _checked_requests(self.name, self.request_id))
+        for name in ("layer", *(("head",) if self.head is not None else ())):
             keep(name, whole_number(f"{self.name}: {name}", getattr(self, name)))
         keep("include_special", flag(f"{self.name}: include_special", self.include_special))
         keep("vectors", _checked(self.vectors, str(self)))
@@ -138,7 +159,8 @@ class Intervention:
             if (given := getattr(self, name)) is not None:
                 keep(name, tuple(whole_number(f"{self}: one of {name}", one, at_least=0) for one in listed(given)))
         keep("phases", None if self.phases is None else tuple(listed(self.phases)))
-        require_one_of(f"site for {self.name}", self.site, EDITED_SITES, site_advice)
+        if not is_module(self.site):
+            require_one_of(f"site for {self.name}", self.site, EDITED_SITES, site_advice)
         if self.head is not None and self.site not in SITES_OF_HEADS:
             raise ValueError(f"{self}: only sites {' and '.join(SITES_OF_HEADS)} have heads; leave out head=")
         for phase in self.phases or ():
@@ -154,7 +176,27 @@ class Intervention:
 
     def __str__(self) -> str:
         head = "" if self.head is None else f" head {self.head}"
-        return f"{self.name} of request {self.request_id} at site {self.site} of layer {self.layer}{head}"
+        place = self.site if is_module(self.site) else f"site {self.site} of layer {self.layer}{head}"
+        return f"{self.name} of {_named(self.request_id)} at {place}"
+
+    @property
+    def request(self) -> int:
+        """Number of the request, of an Intervention that names one."""
+        assert isinstance(self.request_id, int)
+        return self.request_id
+
+    def of_requests(self, num_requests: int) -> "list[Intervention]":
+        """Returns one Intervention for each request that it names, of a run of so many; they share the vectors. Raises:
+        ValueError for a request that is not there, and if there is none."""
+        given, there = self.request_id, range(num_requests)
+        numbers = there[given] if isinstance(given, slice) else there if given == "all" else listed(given)
+        if not numbers or (missing := [number for number in numbers if number not in there]):
+            what = f"no request {missing[0]}" if numbers else "no request is named"
+            raise ValueError(f"{self}: {what}; the run has 0 to {num_requests - 1}")
+        made = [copy(self) for _ in numbers]
+        for one, number in zip(made, numbers, strict=True):
+            object.__setattr__(one, "request_id", number)
+        return made
 
     @property
     def place(self) -> tuple[str, int]:
@@ -164,7 +206,8 @@ class Intervention:
     def changed(self, states: Tensor, contexts: Sequence[StateContext]) -> Tensor:
         """Returns the states [n, w] as they are to become, in the same dtype; one of `contexts` belongs to each."""
         new = self.vectors_at([one.position for one in contexts]).to(states.device, states.dtype)
-        return new.expand_as(states) if self.action == "replace" else states + new
+        flat = states.flatten(1)
+        return (new.expand_as(flat) if self.action == "replace" else flat + new).reshape(states.shape)
 
     def vectors_at(self, positions: list[int]) -> Tensor:
         """Returns a tensor [len(positions), w]: the vector for each of `positions`."""
@@ -182,12 +225,18 @@ class Intervention:
 
     def record(self) -> dict[str, object]:
         """Returns a dict for the run's metadata: the fields without own_fingerprint and num_prompt_tokens, and with the
-        SHA-256 of the vectors instead of the vectors. include_special is there only if it is False."""
+        SHA-256 of the vectors instead of the vectors. include_special is there only if it is False, drafts if set."""
         names = ("name", "action", "request_id", "site", "layer", "positions", "head", "phases", "steps", "seed")
         values = {name: getattr(self, name) for name in names}
         as_lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         left_out = {} if self.include_special else {"include_special": False}
-        return {**as_lists, **left_out, "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest()}
+        of_drafts = {} if self.drafts is None else {"drafts": sorted(self.drafts)}
+        return {
+            **as_lists,
+            **left_out,
+            **of_drafts,
+            "vectors_sha256": hashlib.sha256(self.vectors.numpy().tobytes()).hexdigest(),
+        }
 
 
 def as_interventions(given: object) -> tuple[Intervention, ...]:
@@ -201,6 +250,27 @@ def as_interventions(given: object) -> tuple[Intervention, ...]:
         if not isinstance(one, Intervention):
             raise ValueError(f"an intervention is made by cp.interventions.zero(...) and its like, got {one!r:.60}")
     return cast("tuple[Intervention, ...]", tuple(flat))
+
+
+def _checked_requests(name: str, given: object) -> "int | tuple[int, ...] | slice | str":
+    """Returns the numbers of requests: one, a tuple, a slice or "all". Raises: ValueError for anything else, for none,
+    and for a number that is given twice."""
+    if isinstance(given, slice) or (isinstance(given, str) and given == "all"):
+        return given
+    numbers = tuple(whole_number(f"{name}: request_id", one, at_least=0) for one in listed(given))
+    if not numbers or len(set(numbers)) != len(numbers):
+        raise ValueError(f'{name}: request_id is {given!r:.60}; give each request once, or "all"')
+    return numbers if isinstance(given, Iterable) else numbers[0]
+
+
+def _named(request_id: object) -> str:
+    """Returns text such as "request 3" for the request_id of an Intervention."""
+    if isinstance(request_id, slice):
+        bounds = (request_id.start, request_id.stop, request_id.step)
+        return f"requests [{':'.join('' if one is None else str(one) for one in bounds).removesuffix(':')}]"
+    if isinstance(request_id, tuple):
+        return f"requests {', '.join(map(str, request_id))}"
+    return f"request {request_id}" if request_id != "all" else "all requests"
 
 
 def as_wide(vectors: object) -> Tensor:

@@ -1,15 +1,18 @@
 """Checks, before a run, that an intervention fits the model and can act on its request."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
-from cacheprobe.core.hook_names import RECURRENT, ROUTER
-from cacheprobe.edits.interventions.base import Intervention
+from cacheprobe.core.hook_names import RECURRENT, ROUTER, is_module
+from cacheprobe.edits.interventions.base import Intervention, as_interventions
 from cacheprobe.kvcache.recurrent import memory_of
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM, ModelError
 from cacheprobe.models.experts import layers_of, state_shapes
+from cacheprobe.models.feeding import located
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,21 @@ def require_hooks(model: object) -> None:
         )
 
 
-def check_model(one: Intervention, model: CachedLM) -> None:
+def interventions_of(given: object, model: CachedLM, num_requests: int) -> tuple[Intervention, ...]:
+    """Returns one Intervention for each request and place, from those that a user gave to a run of so many requests.
+    Raises: ValueError for a request that is not there; ModelError for a module that is not there."""
+    found = []
+    for one in as_interventions(given):
+        _, layer = located(model, one.site, one.layer)
+        found += (one if layer == one.layer else replace(one, layer=layer)).of_requests(num_requests)
+    return tuple(found)
+
+
+def check_model(one: Intervention, model: CachedLM, shapes: Mapping[tuple[str, int], tuple[int, ...]]) -> None:
     """Raises: ValueError if the model lacks the intervention's layer or head, or if the vectors are infinite in the
-    dtype of the model or of its recurrent state. Also if their width is neither 1 nor that of the changed state."""
+    dtype of the model or of its recurrent state. Also if their width is neither 1 nor that of the changed state.
+
+    shapes: of one token's entry at each module."""
     if not 0 <= one.layer < model.n_layers:
         raise ValueError(f"{one}: unknown layer {one.layer}; the model has layers 0 to {model.n_layers - 1}")
     heads, head_width = model.head_shape
@@ -50,6 +65,8 @@ def check_model(one: Intervention, model: CachedLM) -> None:
         width = heads * head_width
     if one.site == ROUTER:
         width = _num_experts(one, model)
+    if is_module(one.site):
+        width = prod(shapes[one.place])
     one.require_width(width)
     if one.vectors.shape[1] not in (1, width):
         raise ValueError(f"{one}: vectors of width {one.vectors.shape[1]}, where states have {width}")
@@ -107,7 +124,7 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
         last, acts_on = last - 1, f"goes on from the states after 0 to {last - 1} at most"
     if one.num_prompt_tokens not in (None, prompt):
         raise ValueError(
-            f"{one}: made for a prompt of {one.num_prompt_tokens} tokens, request {one.request_id} has {prompt}"
+            f"{one}: made for a prompt of {one.num_prompt_tokens} tokens, request {one.request} has {prompt}"
         )
     if one.positions is not None and max(one.positions) > last:
         raise ValueError(
@@ -128,6 +145,11 @@ def check_request(one: Intervention, state: SequenceState, drafting: Drafting | 
         )
     if not request.is_deterministic:
         return
+    if unnamed := getattr(one, "unnamed", ""):
+        raise ValueError(
+            f"{one}: the request is deterministic, and the function uses {unnamed}, which no fingerprint can hold; "
+            "give it numbers, tensors and functions, such as by functools.partial"
+        )
     if one.steps is not None:
         raise ValueError(
             f"{one}: the request is deterministic, and when its positions are computed depends on the traffic; "

@@ -12,12 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import RECURRENT
+from cacheprobe.core.hook_names import RECURRENT, is_module
 from cacheprobe.core.tokens import is_special, special_token_ids
+from cacheprobe.core.values import text_digest
 from cacheprobe.edits.interventions.base import Intervention, StateContext
 from cacheprobe.edits.interventions.checks import Drafting, check_model, check_request, require_hooks
 from cacheprobe.kvcache.sequence import SequenceState
 from cacheprobe.models.base import CachedLM
+from cacheprobe.models.feeding import row_shapes
 
 
 class TokenSlot(NamedTuple):
@@ -82,18 +84,19 @@ class Editor:
         """
         require_hooks(model)
         self.interventions = tuple(interventions)
-        by_id = {state.request_id: state for state in states}
+        self._states = {state.request_id: state for state in states}
+        modules = dict.fromkeys(one.place for one in self.interventions if is_module(one.site))
+        shapes = row_shapes(model, list(modules))
         for one in self.interventions:
-            if one.request_id not in by_id:
-                raise ValueError(f"{one}: no request {one.request_id}; the run has 0 to {len(by_id) - 1}")
-            check_model(one, model)
+            check_model(one, model, shapes)
             if not is_of_head:
-                check_request(one, by_id[one.request_id], drafting)
+                check_request(one, self._states[one.request], drafting)
         for state in states:
-            state.is_edited |= not is_of_head and any(one.request_id == state.request_id for one in self.interventions)
-        self._special = special_token_ids(model)
+            state.is_edited |= not is_of_head and any(one.request == state.request_id for one in self.interventions)
+        self._special, self._num_layers = special_token_ids(model), model.n_layers
         self.rewritten: dict[int, frozenset[int]] = {}
-        """Layer -> indices, in the list given to `aim`, of the tokens whose residual stream interventions change."""
+        """Layer -> indices, in the list given to `aim`, of the tokens whose residual stream interventions change. Key
+        n_layers: of those whose logits the last S may not give."""
         self.written: list[set[int]] = [set() for _ in self.interventions]
         """For each intervention, the positions that it changed when they were last computed. If a preempted request is
         rebuilt, an intervention with `steps` acts on these positions again."""
@@ -111,31 +114,44 @@ class Editor:
         the tokens of the pass."""
         self._step, self._aimed = step, {}
         rewritten: dict[int, set[int]] = {}
+        of_request: dict[int, list[int]] = {}
+        for i, slot in enumerate(slots):
+            of_request.setdefault(slot.request_id, []).append(i)
         for number, one in enumerate(self.interventions):
-            chosen = [i for i, slot in enumerate(slots) if self._acts(number, one, slot)]
-            new = {slot.position for slot in slots if slot.request_id == one.request_id and not slot.is_again}
+            own = of_request.get(one.request, ())
+            chosen = [i for i in own if self._acts(number, one, slots[i])]
+            new = {slots[i].position for i in own if not slots[i].is_again}
             self.written[number] = (self.written[number] - new) | (new & {slots[i].position for i in chosen})
             if not chosen:
                 continue
             b, t = (torch.tensor([slots[i][k] for i in chosen]) for k in (1, 2))
-            about = one.request_id, one.site, one.layer, one.head
+            about = one.request, one.site, one.layer, one.head
             contexts = [StateContext(*about, slots[i].position, slots[i].phase) for i in chosen]
             self._aimed.setdefault(one.place, []).append(_Hit(number, b, t, contexts))
-            if one.site == "S" or (one.site == "pre" and one.layer > 0):
+            if one.site == "S" or (one.site == "pre" and one.layer > 0) or is_module(one.site):
                 rewritten.setdefault(one.layer, set()).update(chosen)
+            if is_module(one.site) and one.layer == self._num_layers - 1:
+                rewritten.setdefault(self._num_layers, set()).update(chosen)
         self.rewritten = {layer: frozenset(numbers) for layer, numbers in rewritten.items()}
 
     def _acts(self, number: int, one: Intervention, slot: TokenSlot) -> bool:
         """Returns True if intervention `one`, with index `number`, changes the token of this slot in this pass."""
-        if slot.request_id != one.request_id or (one.positions is not None and slot.position not in one.positions):
+        if one.positions is not None and slot.position not in one.positions:
             return False
         if one.phases is not None and slot.phase not in one.phases:
             return False
         if not one.include_special and is_special(slot.position, slot.token_id, self._special):
             return False
+        if one.drafts is not None and self._text_up_to(slot) not in one.drafts:
+            return False
         if one.steps is None:
             return True
         return slot.position in self.written[number] if slot.is_again else self._step in one.steps
+
+    def _text_up_to(self, slot: TokenSlot) -> str:
+        """Returns the digest of the text whose last token is that of the slot."""
+        state = self._states[slot.request_id]
+        return text_digest([*[*state.token_ids, *state.draft][: slot.position], slot.token_id])
 
     def rest(self) -> None:
         """Ends the current pass: until the next `aim`, `edit` changes no state."""
@@ -157,7 +173,8 @@ class Editor:
             one = self.interventions[hit.number]
             index = (hit.b, hit.t) if one.head is None else (hit.b, hit.t, one.head)
             old = value[index]
-            value[index] = one.changed(old.flatten(1), hit.contexts).reshape(old.shape)
+            given = old if one.keeps_shape else old.flatten(1)
+            value[index] = one.changed(given, hit.contexts).reshape(old.shape)
             positions = [context.position for context in hit.contexts]
             if not bool(torch.isfinite(value[index]).all()):
                 raise ValueError(f"{one} makes a state of positions {positions} NaN or infinite in {value.dtype}")
@@ -177,7 +194,7 @@ def intervention_entries(
         return {}
     texts: dict[int, list[dict[str, object]]] = {}
     for one in interventions:
-        texts.setdefault(one.request_id, []).append({**one.record(), "request_id": None})
+        texts.setdefault(one.request, []).append({**one.record(), "request_id": None})
     digests = {r: hashlib.sha256(json.dumps(texts[r]).encode()).hexdigest() for r in sorted(texts)}
     named = "; ".join(f"request {r}: {digest}" for r, digest in digests.items())
     path = f"hooks of the {model_facts.get('path', 'model')}"

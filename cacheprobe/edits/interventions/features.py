@@ -45,7 +45,6 @@ def steer_feature(
     feature: int,
     strength: float,
     *,
-    request_id: int,
     include_special: bool = False,
     **when: Unpack[Acting],
 ) -> Intervention:
@@ -61,7 +60,7 @@ def steer_feature(
     site, layer = _place(dictionary, dictionary.config.place_out)
     vector = number("strength", strength) * dictionary.direction(whole_number("feature", feature)).cpu()
     return Intervention(
-        name="steer_feature", action="add", vectors=vector, request_id=request_id, site=site, layer=layer,
+        name="steer_feature", action="add", vectors=vector, site=site, layer=layer,
         include_special=include_special, **fields,
     )  # fmt: skip
 
@@ -70,7 +69,6 @@ def ablate_feature(
     dictionary: Dictionary,
     feature: int,
     *,
-    request_id: int,
     include_special: bool = False,
     **when: Unpack[Acting],
 ) -> Intervention:
@@ -88,7 +86,7 @@ def ablate_feature(
     dictionary.part_of(torch.zeros(0, dictionary.config.d_in), whole_number("feature", feature))  # raises errors early
     return FeatureChange(
         name="ablate_feature", action="function", vectors=torch.zeros(1, 1), dictionary=dictionary,
-        feature=int(feature), request_id=request_id, site=site, layer=layer, include_special=include_special, **fields,
+        feature=int(feature), site=site, layer=layer, include_special=include_special, **fields,
     )  # fmt: skip
 
 
@@ -131,7 +129,6 @@ class ExpertAblation(Intervention):
 def ablate_expert(
     experts: "int | Iterable[int]",
     *,
-    request_id: int,
     layers: "int | Iterable[int]",
     **when: Unpack[Acting],
 ) -> tuple[Intervention, ...]:

@@ -14,21 +14,24 @@ from typing import TypeAlias, Unpack
 import torch
 from torch import Tensor
 
-from cacheprobe.core.hook_names import place_of
-from cacheprobe.core.values import listed, name_of, source_sha256
-from cacheprobe.edits.interventions.base import Intervention, StateContext, WhereLayers, checked_fields
+from cacheprobe.core.hook_names import is_module, place_of
+from cacheprobe.core.values import listed, name_of
+from cacheprobe.edits.interventions.base import HookOptions, Intervention, StateContext, WhereLayers, checked_fields
+from cacheprobe.edits.interventions.digests import function_digest
 
 StateFunction: TypeAlias = Callable[[Tensor, StateContext], Tensor]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Function(Intervention):
-    """Describes a change that a function computes. Create one with `function`, `ablate`, `project` or `clamp`."""
+    """Describes a change that a function computes. Create one with `hook`, `ablate`, `project` or `clamp`."""
 
     function: StateFunction = field(repr=False)
     """Takes a copy of the state [w] in the model's dtype, and its StateContext; returns the new state."""
     source_sha256: str
-    """SHA-256 of the function's source, or of the directions."""
+    """SHA-256 of the function's source and of the values that it uses, or of the directions."""
+    unnamed: str = ""
+    """What the function uses that `source_sha256` does not hold, as text; "" if nothing."""
 
     def changed(self, states: Tensor, contexts: Sequence[StateContext]) -> Tensor:
         """As Intervention.changed. Raises: ValueError for a state of another shape or dtype, and if the function
@@ -51,22 +54,36 @@ class Function(Intervention):
     def record(self) -> dict[str, object]:
         """As Intervention.record, with the function's source_sha256 instead of that of vectors."""
         kept = {name: value for name, value in super().record().items() if name != "vectors_sha256"}
-        return {**kept, "source_sha256": self.source_sha256}
+        return {**kept, "source_sha256": self.source_sha256, **({"unnamed": self.unnamed} if self.unnamed else {})}
 
 
-def function(f: StateFunction, *, name: str | None = None, **where: Unpack[WhereLayers]) -> tuple[Intervention, ...]:
-    """Returns one Intervention for each of `layers`, which sets each state to `f(state, context)`. The other arguments
-    are the fields of an Intervention.
+def hook(
+    module_or_site: str, function: StateFunction, *, name: str | None = None, **where: Unpack[HookOptions]
+) -> tuple[Intervention, ...]:
+    """Returns one Intervention for each of `layers`, which sets a module's output, or our states at a site, to
+    `function(state, context)`, token by token. The other arguments are the fields of an Intervention.
 
-    f: gets a copy of one state [m] (for a head: [d]) in the model's dtype and on its device, and a StateContext; it
-    returns a state of the same shape, dtype and device. It must give the same for the same arguments: a position is
-    computed in a draft, again when the draft is verified, and once more if the request is preempted.
+    module_or_site: a module by its name in `named_modules()`, such as "model.layers.3.mlp", with "*" for `layers`; or a
+    site, such as "S". Endings: ".input" for a module's input; ".query" for an attention's queries after the rotation;
+    ".output[1]" for the second of several tensors.
+    function: gets a copy of one token's state, [m] or of the module's own shape (for a head: [d]), in the model's dtype
+    and on its device, and a StateContext; it returns a state of the same shape, dtype and device. It must give the same
+    for the same arguments, and never sees other tokens: a position is computed in a draft, again when the draft is
+    verified, and once more if the request is preempted.
     name: what errors and the run's metadata call it; by default the function's own name.
 
-    If `f` raises an error, or returns another shape or dtype, NaN or infinity, its request ends with an error that
-    names the place; other requests go on.
+    If the function raises an error, or returns another shape or dtype, NaN or infinity, its request ends with an error
+    that names the place; other requests go on. The fingerprint holds a digest of the function, see `function_digest`.
     """
-    return _by_layer("function", where, name or name_of(f), f, source_sha256(f), torch.zeros(1, 1))
+    checked_fields("hook", where, HookOptions)
+    made = dict(name=name or name_of(function), function=function, vectors=torch.zeros(1, 1))
+    source_sha256, unnamed = function_digest(function)
+    fields = {**where, **made, "source_sha256": source_sha256, "unnamed": unnamed}
+    places = places_of(module_or_site, fields.pop("layers", None), "hook")
+    return tuple(
+        Function(action="function", site=site, layer=layer, keeps_shape=is_module(site), **fields)
+        for site, layer in places
+    )
 
 
 def ablate(directions: Tensor, **where: Unpack[WhereLayers]) -> tuple[Intervention, ...]:

@@ -2,7 +2,7 @@
 may be read from files.
 
 Their keyword arguments are the fields of an Intervention, with the same meaning; `Where` lists them. A site may be a
-hook point of TransformerLens, or a block as nnsight names it, which name the layer: see `core.hook_names.place_of`.
+module of the model, a hook point of TransformerLens, or a block as nnsight names it: see `core.hook_names.place_of`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cacheprobe.core.hook_names import RECURRENT, place_of
 from cacheprobe.core.records import Request
-from cacheprobe.edits.interventions.base import Acting, Intervention, OnRequest, Where, as_wide, checked_fields
+from cacheprobe.edits.interventions.base import Intervention, OnRequest, Timed, Where, as_wide, checked_fields
 from cacheprobe.lenses.dictionaries.files import first_bytes
 from cacheprobe.models.quantised.gguf import read_header
 
@@ -113,7 +113,7 @@ def steer(
 
 def swap(
     trace: RecordedStates, a: int, b: int, *, site: str, layer: int | None = None, head: int | None = None,
-    **when: Unpack[Acting],
+    **when: Unpack[Timed],
 ) -> tuple[Intervention, Intervention]:  # fmt: skip
     """Returns two Interventions: one sets states of request a to those recorded for request b; the other does the
     reverse.
@@ -125,7 +125,7 @@ def swap(
     for recurrent states recorded in 16 bits, and for a trace of a run with interventions.
     Source: interchange interventions, Geiger et al. 2021 (arXiv 2106.02997), section 3.
     """
-    fields = checked_fields("swap", when, Acting)
+    fields = checked_fields("swap", when, Timed)
     site, layer = place_of(site, layer)
     requests = {request.request_id: request for request in trace.requests}
     if missing := [r for r in (a, b) if r not in requests]:

@@ -28,6 +28,9 @@ _UNKNOWN_TERMS = ("sinks", "position_bias", "cache", "head_mask")
 """Terms that some architectures add to the scores and that this attention does not support."""
 
 
+QUERY = "query"
+"""Site of an attention's queries as they are given to the attention function. Its functions may return others."""
+
 Attend = Callable[[int, Tensor, float | None], Tensor]
 """Function (layer, queries [b, h, t, d], scale) -> attention outputs [b, t, h * d] over the cache of the forward, to
 which the layer has written its keys and values."""
@@ -37,8 +40,8 @@ OF_ATTENTION: Mapping[str, Callable[..., Tensor]] = {PATTERN: attention_pattern}
 """Sites that only the attention function sees -> function of its queries, keys and values by request, mask, spans,
 scale, softcap and sinks that returns the site's tensor."""
 
-AttentionListeners = Mapping[int, Mapping[str, Sequence[Callable[[Tensor], None]]]]
-"""Functions that take the tensors of OF_ATTENTION's sites: by id of the attention module, then by site."""
+AttentionListeners = Mapping[int, Mapping[str, Sequence[Callable[[Tensor], Tensor | None]]]]
+"""Functions that take the tensors of OF_ATTENTION's sites and of QUERY: by id of the attention module, then by site."""
 
 
 class _Calls:
@@ -95,6 +98,14 @@ def attend_over_cache(
     return attend_by_request(q, partial(cache.row_view, layer), mask, cache.spans, scale)
 
 
+def _edited(query: Tensor, functions: Sequence[Callable[[Tensor], Tensor | None]]) -> Tensor:
+    """Returns queries [b, h, t, d] after functions of [b, t, h, d], each of which may return others."""
+    for function in functions:
+        new = function(query.transpose(1, 2))
+        query = query if new is None else new.transpose(1, 2)
+    return query
+
+
 def _interface(
     module: LiveModule,
     query: Tensor,
@@ -120,6 +131,9 @@ def _interface(
             raise ModelError(
                 f"{type(module).__name__} attends more than once, so no single {site} is there; leave it out"
             )
+        if site == QUERY:
+            query = _edited(query, functions)
+            continue
         seen = OF_ATTENTION[site](query, cached, attention_mask, calls.spans, scaling, softcap, s_aux)
         for function in functions:
             function(seen)

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from cacheprobe.core.devices import upload
-from cacheprobe.core.hook_names import hook_name, resid_pre_name
+from cacheprobe.core.hook_names import hook_name, is_module, resid_pre_name
 from cacheprobe.core.live import LiveConfig, LiveModule, LiveTokenizer
+from cacheprobe.core.values import hint
 from cacheprobe.kvcache.cache import KVCache
 from cacheprobe.kvcache.recurrent import LayerStates, RecurrentCache
 from cacheprobe.kvcache.staged import PassAttention, StagedCache
 from cacheprobe.models.base import ModelError, OutputParts, StateEdit, StateSink
 from cacheprobe.models.experts import EXPERTS, MixtureLayer, capturing_routing, editing_routers, split
 from cacheprobe.models.fast.operations import without_operations
+from cacheprobe.models.hf.modules import TokenRows
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.models.quantised.packed import quantised_text
 from cacheprobe.models.settings import keeping_float64, model_lock, numeric_settings, one_at_a_time
@@ -39,7 +41,7 @@ from cacheprobe.ops.kernel_set import KernelSet
 from cacheprobe.ops.readout import Readout
 
 
-class BaseLM(TokenText, ABC):
+class BaseLM(TokenText, TokenRows, ABC):
     """Implements members of CachedLM that BridgeLM, PlainLM and ThinkingLM share."""
 
     live: LiveModule
@@ -73,8 +75,12 @@ class BaseLM(TokenText, ABC):
         """Runs one forward, and returns logits (of all tokens, or of those at `logit_slots`), or the residual stream
         after `num_layers` blocks. Arguments and shapes are those of CachedLM.forward."""
         with one_at_a_time(), torch.inference_mode():  # decorators would be two more frames of every pass
+            self.token_shape = (token_ids.shape[0], token_ids.shape[1])
             staged = StagedCache(cache, cache_rows, starts, token_ids.shape[1], attention, token_ids.cpu())
-            return self._forward(staged.placed(self.device).token_ids, staged, num_layers, logit_slots)
+            try:
+                return self._forward(staged.placed(self.device).token_ids, staged, num_layers, logit_slots)
+            finally:
+                self.token_shape = (0, 0)
 
     @abstractmethod
     def _forward(
@@ -154,14 +160,27 @@ class HookedSites(BaseLM):
     @contextmanager
     def _hooked(self, sites: Sequence[tuple[str, int]], edit: StateEdit) -> Iterator[None]:
         self._check_sites(sites)
-        hooks = [(hook_name(*site), partial(_edit_at, edit, *site)) for site in sites]
+        hooks = [(_point(*site), partial(_edit_at, self._of_tokens(edit, *site), *site)) for site in sites]
         with model_lock, self.hooked_module.hooks(fwd_hooks=hooks):
             yield
 
     def _check_sites(self, sites: Sequence[tuple[str, int]]) -> None:
         points = self.hooked_module.hook_dict  # the bridge makes it anew at every access
-        if missing := [name for name in starmap(hook_name, sites) if name not in points]:
-            raise ModelError(f"{self.name} has no hook {missing[0]}")
+        if missing := [name for name in starmap(_point, sites) if name not in points]:
+            remedy = f"{hint(missing[0], points)}; modules of transformers have hooks with path='plain' alone"
+            raise ModelError(f"{self.name} has no hook {missing[0]}{remedy if is_module(missing[0]) else ''}")
+
+    def _of_tokens(self, edit: StateEdit, site: str, layer: int) -> StateEdit:
+        """Returns `edit`; for a hook point that is no site of ours, with a check that it has an entry for each
+        token."""
+        if not is_module(site):
+            return edit
+        return lambda site, layer, value: self.edit_tokens(site, partial(edit, site, layer), value)
+
+
+def _point(site: str, layer: int) -> str:
+    """Returns the hook point of a site, or the one that the site names itself."""
+    return site if is_module(site) else hook_name(site, layer)
 
 
 def _edit_at(edit: StateEdit, site: str, layer: int, value: Tensor, hook: object) -> Tensor | None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cacheprobe.core.hook_names import is_hook_point
 from cacheprobe.core.live import LiveModule, LiveTokenizer
 from cacheprobe.models.base import ModelError
 from cacheprobe.models.checks import agrees, check_model, probe_ids
@@ -46,9 +47,9 @@ class WithBridge(PlainSites):
     _bridge_at_first: tuple[object, ...] = ()
     """`_state_of_bridge` when the bridge was made, or given."""
 
-    def on_path(self, path: str, heads: Sequence[str]) -> "tuple[BridgeLM | None, str]":
+    def on_path(self, path: str, heads: Sequence[str], modules: Sequence[str] = ()) -> "tuple[BridgeLM | None, str]":
         """Returns (the BridgeLM of the same weights if that is to run, else None; reason), as `choose_path` says of
-        `path` and `heads`. Raises: ModelError with the reason if the asked path is impossible."""
+        `path`, `heads` and `modules`. Raises: ModelError with the reason if the asked path is impossible."""
         require_no_other_bridge(self.live, self.name)  # whose hooks would not act
         self.weights.follow(self.name)
         if self._shared is not self.weights.taken:
@@ -62,7 +63,8 @@ class WithBridge(PlainSites):
         if path == "bridge":
             return self.bridged(), "bridge: as asked"
         lacking = self.lacking(heads)
-        why = self._why_bridge() or lacking
+        points = [name for name in modules if is_hook_point(name)]
+        why = self._why_bridge() or (f"{points[0]} is a hook point of TransformerLens" if points else lacking)
         if not why:
             return None, f"plain: {own_hook} acts" if own_hook else "plain: no hook is set"
         if path == "plain":

@@ -85,6 +85,8 @@ class PlainLM(WithBridge):
         except ModelError as refusal:
             kind = type(live).__name__
             raise ModelError(f"{kind if name == kind else f'{name}: {kind}'}: {refusal}") from refusal
+        began = next(call.began for call in watched.calls if call.path == self.blocks[0].path)
+        self.modules_before = frozenset(call.path for call in watched.calls if call.ended < began)
         self.initial = watched.initial
         recurrent = {layer: states.get((RECURRENT, 0)) for layer, states in self.initial.items()}
         self.state_shapes = {layer: (len(s), s[0].numel()) for layer, s in recurrent.items() if s is not None}
@@ -171,8 +173,8 @@ class PlainLM(WithBridge):
                 f"{self.name}: layers {', '.join(map(str, self.sources))} attend over the keys of others, so slots "
                 "are hidden in all layers and heads or in none; leave out layers= and heads="
             )
-        self.token_shape = (token_ids.shape[0], token_ids.shape[1])
-        choice, cache.is_read_in_place = self.logit_choice(logit_slots), self._is_read_in_place(cache)
+        choice = self.logit_choice(None if self.num_hooked_outside else logit_slots)
+        cache.is_read_in_place = self._is_read_in_place(cache)
         inputs = lru_cache(None)(partial(forward_inputs, config=self.config, n_ctx=self.n_ctx))
 
         def outside(staged: StagedCache) -> Tensor:

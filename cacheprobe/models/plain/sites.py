@@ -17,6 +17,7 @@ from cacheprobe.core.hook_names import (
     RECURRENT,
     SITES,
     hook_name,
+    is_module,
     shape_of_heads,
 )
 from cacheprobe.core.live import LiveModule, ModuleValue
@@ -26,13 +27,11 @@ from cacheprobe.models.fast.graphs import Graphs
 from cacheprobe.models.fast.tapes import Tapes
 from cacheprobe.models.hf.attention import ATTENTION, OF_ATTENTION
 from cacheprobe.models.hf.lm import HuggingFaceLM
+from cacheprobe.models.hf.modules import QUERY, TensorEdit, find_tensor, hook_tensor
 from cacheprobe.models.plain.recurrence import hooking_states
 from cacheprobe.models.plain.structure import AddedPart, JointProjection, PlainBlock
 from cacheprobe.models.settings import model_lock
 from cacheprobe.models.weights import is_conv
-
-TensorEdit = Callable[[Tensor], Tensor | None]
-"""Function of a module's tensor that returns a tensor in its place, or None to leave it unchanged."""
 
 HeadCut = Callable[[Tensor], Tensor]
 """Function that splits a module's tensor [b, t, w] into a site's tensor [b, t, h, d]."""
@@ -55,8 +54,10 @@ class PlainSites(HuggingFaceLM):
     layer_shapes: Sequence[tuple[int, int, int]]
     state_shapes: Mapping[int, tuple[int, int]] = {}
     """Layer with a recurrent state -> (heads, numbers of a head)."""
-    token_shape: tuple[int, int] = (0, 0)
-    """(batch size, tokens) of the present forward."""
+    modules_before: frozenset[str] = frozenset()
+    """Paths of the modules that end before the first block begins, such as the embedding of tokens."""
+    num_hooked_outside: int = 0
+    """Number of hooks on modules outside of the blocks, which then compute all tokens of a pass."""
     tapes: Tapes | Graphs | None = None
     listeners: dict[tuple[str, int], list[Callable[[Tensor], None]]]
     """Functions that take the activations of a (site, layer); sites pre, S, T and C."""
@@ -150,6 +151,8 @@ class PlainSites(HuggingFaceLM):
 
     def _add_hooks(self, stack: ExitStack, site: str, layer: int, edit: TensorEdit) -> None:
         """Registers the hooks of one site, to be removed when `stack` closes."""
+        if is_module(site):
+            return self._add_module(stack, site, edit)
         self._require_layer(layer)
         block = self.blocks[layer]
         if site == "pre" and block.entry:
@@ -169,6 +172,41 @@ class PlainSites(HuggingFaceLM):
         else:
             place, cut = self._heads(site, layer)
             stack.callback(change(place, partial(_edit_heads, cut, edit)).remove)
+
+    def _add_module(self, stack: ExitStack, name: str, edit: TensorEdit) -> None:
+        """Registers the hook of a module's tensor, to be removed when `stack` closes. Raises: ModelError for a module
+        that the model lacks, and for queries where cacheprobe's attention does not run."""
+        place = find_tensor(self.model, name, self.name)
+
+        of_tokens = partial(self.edit_tokens, name, edit)
+        if place.side == QUERY:
+            if not self.attends_by_request or place.path not in {block.attention for block in self.blocks}:
+                raise ModelError(f"{self.name}: no queries are seen at {place.path}; name an attention of a block")
+            stack.enter_context(self._listening_to_queries(self._module(place.path), of_tokens))
+            return
+        stack.callback(hook_tensor(self._module(place.path), place, of_tokens).remove)
+        if not any(f"{place.path}.".startswith(f"{block.path}.") for block in self.blocks):
+            self.num_hooked_outside += 1
+            stack.callback(self._unhook_outside)
+
+    def _unhook_outside(self) -> None:
+        self.num_hooked_outside -= 1
+
+    @contextmanager
+    def _listening_to_queries(self, module: nn.Module, edit: TensorEdit) -> Iterator[None]:
+        """Inside the `with`, the attention function gives the queries of an attention module to `edit`."""
+        before = self.attention_listeners
+        own = before.get(id(module), {})
+        self.attention_listeners = {**before, id(module): {**own, QUERY: [*own.get(QUERY, ()), edit]}}
+        try:
+            yield
+        finally:
+            self.attention_listeners = before
+
+    def module_layer(self, name: str) -> int:
+        """Returns the layer of a module outside of the blocks: 0 of one that runs before them, otherwise the last
+        layer. Raises: ModelError for a module that the model lacks."""
+        return 0 if find_tensor(self.model, name, self.name).path in self.modules_before else self.n_layers - 1
 
     def _edit_tokens(self, edit: TensorEdit, value: Tensor) -> Tensor | None:
         """Calls `edit` with a value as [b, t, m]; some modules give [b * t, m]."""

@@ -293,9 +293,10 @@ class DiskWriter(Observer):
 
 
 def _sites(recorder: Recorder) -> JsonDict:
-    """Returns the lists of the recorder's sites of states, heads and layers."""
+    """Returns the lists of the recorder's sites of states, heads and layers, and the layer of each module."""
     sites, heads = list(recorder.config.state_sites), list(recorder.config.heads)
-    return dict(zip(SITES, (sites, heads, sorted(recorder.layers) if sites or heads else []), strict=True))
+    layers = sorted(recorder.layers) if sites or heads else []
+    return {**dict(zip(SITES, (sites, heads, layers), strict=True)), "modules": recorder.kept.modules}
 
 
 def _return_freed_memory() -> None:

@@ -66,7 +66,8 @@ class PassStates:
     is_int8: bool
     """Whether states are rounded to int8, of heads with one scale for each head."""
     heads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    """Activations of attention heads by (site, layer), of the layers that ran: [n, h, d]; a pattern is flat."""
+    """Activations of attention heads by (site, layer), of the layers that ran: [n, h, d]; a pattern is flat. And of
+    modules, [n, ...]."""
     rows: list[RowRecord] = field(default_factory=list)
     """The n rows; [] before the pass has ended."""
     arriving: Download | None = None
@@ -83,10 +84,10 @@ class PassStates:
         return len(self.positions) if site != PATTERN else int((self.positions + 1).sum())
 
     def keep_heads(self, site: str, layer: int, value: Tensor) -> None:
-        """Copies the head activations of the rows, at one site and layer.
+        """Copies the activations of the rows, at one site of heads, or module, and layer.
 
-        value: [b, t, h, d]; for routing, [b, t, k, 2]; for a pattern, [b, h, t, s] over all cache slots, of which
-        only slots 0 to p are kept.
+        value: [b, t, h, d]; of a module, [b, t, ...]; for routing, [b, t, k, 2]; for a pattern, [b, h, t, s] over all
+        cache slots, of which only slots 0 to p are kept.
         """
         index = self.index.to(value.device)  # layers may lie on several devices
         if site == PATTERN:
@@ -145,9 +146,17 @@ class KeptStates:
     once the rows have a status.
     """
 
-    def __init__(self, config: CaptureConfig, layers: Sequence[int], model_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: CaptureConfig,
+        layers: Sequence[int],
+        model_dtype: torch.dtype,
+        modules: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        """modules: (name, layer) of each module that is captured."""
         self.config = config
         self.layer_index = {layer: i for i, layer in enumerate(layers)}
+        self.modules = dict(modules)
         self.is_int8 = config.dtype == INT8
         self.dtype = kept_dtype(config.dtype, model_dtype)
         """dtype of the tensors that receive the states of a pass."""
@@ -198,7 +207,7 @@ class KeptStates:
             if (example := next(kept, None)) is not None:
                 for layer in self.layer_index:
                     self.shapes.setdefault((partial_site, layer), (example.shape[1:], 1))
-        for place in product(self.config.heads, self.layer_index):
+        for place in (*product(self.config.heads, self.layer_index), *self.modules.items()):
             joined[place] = self._joined_heads(passes, place)
         return joined
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.devices import upload
-from cacheprobe.core.hook_names import HEAD_SITES
+from cacheprobe.core.hook_names import HEAD_SITES, is_module
 from cacheprobe.core.records import RowSlot
 from cacheprobe.trace.recording.kept_states import PassStates
 
@@ -61,9 +61,9 @@ class PassCapture:
     def take(self, site: str, layer: int, value: Tensor) -> None:
         """Copies from a hook's tensor the rows to keep, to read through the lens (site S), and to self-check.
 
-        value: [b, t, m], or heads as in PassStates.keep_heads.
+        value: [b, t, m], or heads and modules as in PassStates.keep_heads.
         """
-        if site in HEAD_SITES:
+        if site in HEAD_SITES or is_module(site):
             if self.states is not None:
                 self.states.keep_heads(site, layer, value)
             return

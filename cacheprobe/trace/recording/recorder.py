@@ -17,7 +17,7 @@ from cacheprobe.core.records import Finished, ForwardRecord, Observer, RowSlot, 
 from cacheprobe.core.values import JsonDict
 from cacheprobe.lenses.base import Lens
 from cacheprobe.models.base import CachedLM, block_sum
-from cacheprobe.models.experts import head_places
+from cacheprobe.models.feeding import captured_places, module_places
 from cacheprobe.models.hf.text import TokenText
 from cacheprobe.ops.kernel_set import DTYPES, KernelSet
 from cacheprobe.trace import self_checks as checks
@@ -105,15 +105,15 @@ class Recorder(Observer, Source):
 
     def __post_init__(self) -> None:
         self.texts = self.model
-        self.kept = KeptStates(self.config, self.layers, self.model.dtype)
+        modules = module_places(self.model, self.config.modules, self.layers)
+        self.kept = KeptStates(self.config, self.layers, self.model.dtype, modules)
         self.reader = LensReader(self.model, self.lens, self.config.top_k) if self.config.reads_lens else None
         self.features = FeatureRecorder.of(self.config, self.model)
         operations = getattr(self.model, "operations", None)
         self._pack = operations.pack if isinstance(operations, KernelSet) and self.kept.dtype in DTYPES else None
         self.residual_check = checks.residual_check(self.model.dtype)
         self.lens_check = checks.lens_check(self.model.dtype)
-        roles = {r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()}
-        self._roles: dict[int, dict[int, str]] = roles
+        self._roles = {r: dict.fromkeys(range(len(p)), "prompt") for r, p in self.prompts.items()}
         self._undecided: dict[int, list[RowRecord]] = {request_id: [] for request_id in self.prompts}
         self._unconfirmed = Unconfirmed()
         self._unread: list[RowRecord] = []
@@ -135,7 +135,7 @@ class Recorder(Observer, Source):
             return []
         entering = [("pre", layer) for layer in sorted({0, *self.model.injected_layers})]
         states = [(site, layer) for layer in range(self.model.n_layers) for site in SITES]
-        return entering + states + head_places(self.model, self.config.heads, self.layers)
+        return entering + states + captured_places(self.model, self.config, self.layers)
 
     @property
     def num_bytes(self) -> int:
@@ -260,10 +260,10 @@ class Recorder(Observer, Source):
         }
         forms = [block_sum(self.model, layer) for layer in range(ran)]
         found = [(self.residual_check, checks.block_errors(self.residual_check, watched, forms, unchanged))]
-        if record.logits is not None and ran == self.model.n_layers:
-            rows = now.checked_index[:_LENS_CHECK_ROWS]
-            logits = self.model.read_out(watched["S", ran - 1][:_LENS_CHECK_ROWS])
-            errors = checks.lens_errors(self.lens_check, logits, record.logits.flatten(0, 1)[rows])
+        chosen = list(unchanged.get(self.model.n_layers, range(len(checked))))[:_LENS_CHECK_ROWS]
+        if record.logits is not None and ran == self.model.n_layers and chosen:
+            logits = self.model.read_out(watched["S", ran - 1][chosen])
+            errors = checks.lens_errors(self.lens_check, logits, record.logits.flatten(0, 1)[now.checked_index[chosen]])
             found.append((self.lens_check, errors))
         checks.add_errors(found, record.step)
 

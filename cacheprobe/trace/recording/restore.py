@@ -65,13 +65,14 @@ def restore_recorder(recorder: Recorder, states: Sequence[SequenceState], journa
 
 
 def _restore_shapes(recorder: Recorder, run: GrowingRun) -> None:
-    """Tells the recorder the shapes of head activations, from the parts, if heads are recorded."""
-    if not recorder.config.heads:
+    """Tells the recorder the shapes of activations of heads and modules, from the parts, if any are recorded."""
+    wanted = (*recorder.config.heads, *recorder.kept.modules)
+    if not wanted:
         return
     for name in run.shards:
         for key, entry in header_of(run.files, name).items():
-            site, layer = key.split(".")
-            if site in recorder.config.heads and entry["shape"] != [0]:
+            site, _, layer = key.rpartition(".")
+            if site in wanted and entry["shape"] != [0]:
                 heads = recorder.model.head_shape[0] if site == PATTERN else 1
                 recorder.kept.shapes[site, int(layer)] = tuple(entry["shape"][1:]), heads
 

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from cacheprobe.core.hook_names import RECURRENT
+from cacheprobe.core.hook_names import RECURRENT, is_module
 from cacheprobe.core.records import PHASES, STATUSES
 from cacheprobe.core.values import JsonDict
+from cacheprobe.edits.interventions.rejected import texts_of_rows
 from cacheprobe.trace.tables.schema import typed
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ def changed_rows(trace: "TraceData", edit: JsonDict) -> pd.DataFrame:
     """Returns the rows that an intervention acted on, by its description in `meta`: as `Editor.aim` chose them."""
     rows, phases = _computed_rows(trace, edit)
     chosen = pd.Series(True, rows.index)
+    if (drafts := edit.get("drafts")) is not None:
+        texts = texts_of_rows(trace, edit["request_id"], set(rows.row))
+        chosen &= rows.row.map(texts).isin(drafts)
     if edit["phases"] is not None:
         chosen &= phases.isin(edit["phases"])
     if edit["steps"] is not None:
@@ -83,6 +87,8 @@ def edit_warnings(trace: "TraceData") -> list[str]:
         is_partly = bool(line["committed"])
         if is_failed or (trace.head is not None and edit["layer"] >= trace.head.meta["head"]["first_layer"]):
             continue
+        if edit.get("drafts") is not None and (line["rolled_back"] or trace.meta["kind"] == "reference"):
+            continue  # rejected drafts leave no committed row, and the reference has none
         if is_partly and (not len(line["missed"]) or edit["steps"] is not None):
             continue
         why = _why(trace, edit, line["missed"] if is_partly else None)
@@ -94,7 +100,8 @@ def edit_warnings(trace: "TraceData") -> list[str]:
 def _missed(edit: JsonDict, line: JsonDict) -> str:
     """Returns what an edit missed, as text. line: of `edits_of`."""
     head = "" if edit["head"] is None else f" head {edit['head']}"
-    what = f"{edit['name']} of request {edit['request_id']} at site {edit['site']} of layer {edit['layer']}{head}"
+    place = edit["site"] if is_module(edit["site"]) else f"site {edit['site']} of layer {edit['layer']}{head}"
+    what = f"{edit['name']} of request {edit['request_id']} at {place}"
     if line["committed"]:
         missed = line["missed"]
         listed = ", ".join(map(str, missed[:_MOST_POSITIONS])) + ", ..." * (len(missed) > _MOST_POSITIONS)
@@ -105,6 +112,8 @@ def _missed(edit: JsonDict, line: JsonDict) -> str:
 
 def _why(trace: "TraceData", edit: JsonDict, missed: "list[int] | None") -> str:
     """Returns why committed rows do not carry an edit: those at the positions `missed`, or all at its positions."""
+    if edit.get("drafts") is not None:
+        return "no draft of this run begins as one that was rejected"
     rows, phases = _computed_rows(trace, edit)
     is_wanted = rows.status == "committed"
     if missed is not None:

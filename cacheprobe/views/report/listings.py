@@ -98,7 +98,7 @@ def _cache(trace: "Trace", request_id: int) -> Listing:
 def _about(trace: "Trace") -> list[tuple[str, str]]:
     meta, finger = trace.meta, trace.fingerprint
     steps = trace.event_table.drop_duplicates("step").phase.value_counts()
-    capture = ", ".join((*map(site_label, trace.store.sites), *trace.store.heads)) or "no states"
+    capture = ", ".join((*map(site_label, trace.store.sites), *trace.store.heads, *trace.store.modules)) or "no states"
     about = [
         ("model", plain(str(finger["model"]))),
         ("weights", plain(meta["weights_note"] or "as they were loaded")),
