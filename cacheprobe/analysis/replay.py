@@ -108,7 +108,7 @@ def replay(
             replace(one, request_id=number)
             for number, request in enumerate(verified)
             for one in interventions
-            if one.request_id == request.request_id
+            if one.request == request.request_id
         ],
         progress=progress,
     )
@@ -156,7 +156,7 @@ def _verified_requests(trace: Trace, config: EngineConfig, interventions: Sequen
     is_decoded = events.num_accepted.isna() & (events.committed_token_ids.map(len) > 0)
     decoded = {*events.request_id[is_decoded]} if trace.meta["drafter"] else set()  # while drafts did not pay
     decoded |= {*trace.meta.get("read_freely", ())}
-    by_step = {one.request_id for one in interventions if one.steps is not None}
+    by_step = {one.request for one in interventions if one.steps is not None}
     verified = [
         request
         for request in trace.requests

@@ -195,18 +195,18 @@ def test_a_replay_of_another_programs_tokens_takes_hooks() -> None:
     assert close(again.states("S", 2, 0), trace.states("S", 2, 0), 1e-4, because=SUMS)
 
 
-def test_a_sweep_takes_modules(tmp_path: Path) -> None:
-    """The output of this model's MLP is C."""
-    edits = ["none", "zero:site=model.layers.1.mlp,positions=3-9", "zero:site=C,layer=1,positions=3-9"]
+def test_a_sweep_takes_hook_points(tmp_path: Path) -> None:
+    """An MLP whose input is zero gives the same at every position."""
+    edits = ["none", "zero:site=blocks.1.ln2.hook_normalized,positions=3-9"]
     grid = {"model": "coinflip-plain", "task": "coin_flip:people=2", "window": 4, "intervention": edits}
-    run = {"n": 2, "max_new_tokens": 2, "capacity": 128, "capture": "S"}
+    run = {"n": 2, "max_new_tokens": 2, "capacity": 128, "capture": "C"}
     cp.sweep({"grid": grid, "run": run}, out=tmp_path / "s", progress=False)
-    found = {
-        cell["intervention"] or "none": trace.states("S", 3, 1)
-        for cell, trace in cp.load_sweep(tmp_path / "s").traces()
-    }
-    plain, by_module, by_site = (found[edit] for edit in edits)
-    assert bitwise(by_module, by_site) and not bitwise(plain, by_site)
+    traces = [trace for _, trace in cp.load_sweep(tmp_path / "s").traces()]
+    (edited,) = (trace for trace in traces if trace.meta.get("interventions"))
+    (plain,) = (trace for trace in traces if not trace.meta.get("interventions"))
+    for request in (0, 1):
+        ours, theirs = (trace.states("C", 1, request)[3:10] for trace in (edited, plain))
+        assert bitwise(ours, ours[:1].expand_as(ours)) and not bitwise(theirs, theirs[:1].expand_as(theirs))
 
 
 # -- which requests

@@ -190,10 +190,11 @@ class Intervention:
         ValueError for a request that is not there, and if there is none."""
         given, there = self.request_id, range(num_requests)
         numbers = there[given] if isinstance(given, slice) else there if given == "all" else listed(given)
-        if not numbers or (missing := [number for number in numbers if number not in there]):
-            what = f"no request {missing[0]}" if numbers else "no request is named"
+        missing = [f"no request {number}" for number in numbers if number not in there]
+        if missing or not numbers:
+            what = missing[0] if missing else "no request is named"
             raise ValueError(f"{self}: {what}; the run has 0 to {num_requests - 1}")
-        made = [copy(self) for _ in numbers]
+        made: list[Intervention] = [copy(self) for _ in numbers]
         for one, number in zip(made, numbers, strict=True):
             object.__setattr__(one, "request_id", number)
         return made

@@ -150,7 +150,7 @@ def ablate_expert(
         raise ValueError("ablate_expert: experts is empty, so nothing would change")
     return tuple(
         ExpertAblation(
-            name="ablate_expert", action="function", vectors=torch.zeros(1, 1), experts=numbers, request_id=request_id,
+            name="ablate_expert", action="function", vectors=torch.zeros(1, 1), experts=numbers,
             site=site, layer=layer, **fields,
         )
         for site, layer in places_of(ROUTER, layers, "ablate_expert")

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import pandas as pd
 
@@ -11,6 +11,7 @@ from cacheprobe.core.values import text_digest
 from cacheprobe.edits.interventions.base import Intervention, as_interventions
 
 
+@runtime_checkable
 class RecordedRows(Protocol):
     """Defines the members of a Trace that `on_rejected` uses."""
 

@@ -21,12 +21,12 @@ _ENDING = re.compile(rf"(.+?)\.({OUTPUT}|{INPUT}|{QUERY})(?:\.(\d{{1,2}}))?")
 
 
 class TensorPlace(NamedTuple):
-    """Holds the path of a module, the side of it at which a tensor is, and the tensor's index among those there."""
+    """Holds the path of a module, the side of it at which a tensor is, and the tensor's number among those there."""
 
     path: str
     side: str
     """OUTPUT, INPUT, or QUERY: the queries that an attention gives to the attention function, after the rotation."""
-    index: int
+    number: int
 
 
 def find_tensor(model: nn.Module, name: str, of: str) -> TensorPlace:
@@ -50,9 +50,9 @@ def hook_tensor(module: nn.Module, place: TensorPlace, edit: TensorEdit) -> Remo
         """Returns the value, which may hold several tensors, with one of them edited; None if `edit` returned None."""
         leaves, shape = tree_flatten(value)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if place.index >= len(tensors):
-            raise ModelError(f"{place.path} has {len(tensors)} tensors as its {place.side}, and no [{place.index}]")
-        new = edit(leaves[at := tensors[place.index]])
+        if place.number >= len(tensors):
+            raise ModelError(f"{place.path} has {len(tensors)} tensors as its {place.side}, and no [{place.number}]")
+        new = edit(leaves[at := tensors[place.number]])
         return None if new is None else tree_unflatten([*leaves[:at], new, *leaves[at + 1 :]], shape)
 
     if place.side == INPUT:

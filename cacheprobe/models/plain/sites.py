@@ -61,7 +61,7 @@ class PlainSites(HuggingFaceLM):
     tapes: Tapes | Graphs | None = None
     listeners: dict[tuple[str, int], list[Callable[[Tensor], None]]]
     """Functions that take the activations of a (site, layer); sites pre, S, T and C."""
-    attention_listeners: dict[int, dict[str, list[Callable[[Tensor], None]]]]
+    attention_listeners: dict[int, dict[str, list[TensorEdit]]]
     """As `AttentionListeners`."""
 
     @property
