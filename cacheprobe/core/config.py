@@ -182,7 +182,7 @@ class CaptureConfig(KnownKeywords):
     heads: "str | Sequence[str]" = field(default=(), metadata=as_flag(tuple[str, ...]))
     """Head activations to keep: one or more of q, k, v, z and pattern; router, the experts of each token; and
     recurrent, the state of a recurrent layer after each token."""
-    modules: "str | Sequence[str]" = field(default=(), metadata=as_flag(tuple[str, ...]))
+    modules: "str | Sequence[str]" = field(default=(), metadata=as_flag(tuple[str, ...], "capture_modules"))
     """Modules of the model whose output to keep, by their names in `named_modules()`, with `*` for every kept layer:
     model.layers.*.self_attn.q_norm, lm_head. Endings: `.input`; `.query`, an attention's queries after the rotation;
     `.output[1]`, the second of several. Hook points of TransformerLens, blocks.3.attn.hook_rot_q, take the bridge."""
