@@ -1,7 +1,7 @@
 """Measures what the layers said of each token of a run, for all tokens at once, from the lens readings of the rows that
 predict them."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -41,7 +41,7 @@ class _Readings(NamedTuple):
     entropy: np.ndarray
 
     @classmethod
-    def of(cls, table: pa.Table, width: int) -> Self:
+    def of(cls, table: pa.Table, width: int) -> "_Readings":
         """Returns the readings of an Arrow table, as `add_readings` takes it. width: more than the largest position."""
         request, position, layer, entropy = (
             table[name].to_numpy() for name in ("request_id", "position", "layer", "entropy_nats")

@@ -228,7 +228,7 @@ def group_rejections(lines: pd.DataFrame) -> pd.DataFrame:
     return lines.assign(times=times)[is_kept].reset_index(drop=True)
 
 
-class RequestText(NamedTuple):
+class SearchedText(NamedTuple):
     """Holds the text of one request as a search compares it: spaces as spaces, and in one case."""
 
     text: str
@@ -244,18 +244,18 @@ def searchable(text: str) -> str:
 
 def request_texts(
     prompts: Mapping[int, Sequence[int]], tokens: Mapping[int, Sequence[int]], texts: Mapping[int, str]
-) -> dict[int, RequestText]:
-    """Returns the `RequestText` of each request. prompts, tokens: token ids by request.  texts: by token id."""
+) -> dict[int, SearchedText]:
+    """Returns the `SearchedText` of each request. prompts, tokens: token ids by request.  texts: by token id."""
     folded = {token: searchable(text) for token, text in texts.items()}
     found = {}
     for request, prompt in prompts.items():
         pieces = [folded.get(token, f"<{token}>") for token in (*prompt, *tokens[request])]
         lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        found[request] = RequestText("".join(pieces), np.append(0, np.cumsum(lengths)), len(prompt))
+        found[request] = SearchedText("".join(pieces), np.append(0, np.cumsum(lengths)), len(prompt))
     return found
 
 
-def has_text(lines: pd.DataFrame, requests: Mapping[int, RequestText], wanted: str) -> np.ndarray:
+def has_text(lines: pd.DataFrame, requests: Mapping[int, SearchedText], wanted: str) -> np.ndarray:
     """Returns an array of bool for the lines of a token table: whether a text stands there. It does if the token is
     part of an occurrence, if it follows a prompt that has the text, or if the draft token has it."""
     wanted, found = searchable(wanted), np.zeros(len(lines), dtype=bool)

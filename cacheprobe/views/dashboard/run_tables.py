@@ -11,7 +11,7 @@ from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import ledger_at, rows_in_use
 from cacheprobe.trace.tables.engine_differences import request_differences
 from cacheprobe.trace.tables.token_history import token_history
-from cacheprobe.trace.tables.token_table import RequestText, RunTokens, request_texts, tokens_of_run
+from cacheprobe.trace.tables.token_table import RunTokens, SearchedText, request_texts, tokens_of_run
 from cacheprobe.views.diagrams.lens_grid import finding
 from cacheprobe.views.diagrams.timeline import step_words, timeline_finding
 from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
@@ -88,7 +88,7 @@ class RunTables:
         return tokens_of_run(self.run)
 
     @cached_property
-    def request_texts(self) -> dict[int, RequestText]:
+    def request_texts(self) -> dict[int, SearchedText]:
         """Text of prompt and output of each request, for searches."""
         prompts, tokens = (
             {request["request_id"]: request[name] for request in self.run.requests}

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cacheprobe.trace.tables.token_table import RequestText, group_rejections, has_text, searchable
+from cacheprobe.trace.tables.token_table import SearchedText, group_rejections, has_text, searchable
 from cacheprobe.views.text import plain
 
 COLUMNS = {
@@ -64,7 +64,7 @@ class TokenSelection(NamedTuple):
     """Whether each of several equal rejections has a line of its own."""
 
     @classmethod
-    def of(cls, question: Mapping[str, object]) -> Self:
+    def of(cls, question: Mapping[str, object]) -> "TokenSelection":
         """Returns the selection that a question names. Its values are texts; those that it lacks choose all lines.
         Raises: ValueError for a value of another form, with what it may be."""
         texts = {
@@ -104,7 +104,7 @@ class TokenSelection(NamedTuple):
 
 
 def selected_tokens(
-    lines: pd.DataFrame, selection: TokenSelection, texts: Mapping[int, RequestText]
+    lines: pd.DataFrame, selection: TokenSelection, texts: Mapping[int, SearchedText]
 ) -> pd.DataFrame:  # fmt: skip
     """Returns the lines that the selection holds, in its order; unknown values come last.
 
