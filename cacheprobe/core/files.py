@@ -84,15 +84,16 @@ _MOMENT = 0.2
 
 
 @contextmanager
-def only_writer(path: Path) -> Iterator[WriterLock]:
+def only_writer(path: Path, patience: float = _MOMENT) -> Iterator[WriterLock]:
     """Locks the lock file `path` for the time of a `with` block, and deletes the file at its end.
 
     The folder must exist. The lock ends with the process, however the process ends.
+    patience: seconds to wait for another writer.
     Raises: Locked, which names the other process, if the file is locked.
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(path, timeout=_MOMENT)
+    lock = FileLock(path, timeout=patience)
     try:
         lock.acquire()
     except Timeout:

@@ -29,6 +29,7 @@ FORMAT_VERSION = 15
 _EARLIER = "commit 29bbc91e"
 """Reads the formats whose manifests do not name the cacheprobe that wrote them."""
 MANIFEST, JOURNAL = "manifest.json", "journal.jsonl"
+NOTES, NOTES_LOCK = "notes.json", ".notes.lock"
 HEAD = "head_"
 """First part of the names of the files of a draft head's rows, states and readings."""
 BLOCK_BYTES, BLOCK_HEX = 2**20, 32

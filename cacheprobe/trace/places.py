@@ -22,7 +22,7 @@ from pathlib import Path
 from cacheprobe.core.files import Locked, only_writer, writer_of
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.journal import read_journal
-from cacheprobe.trace.manifest import HEAD, JOURNAL, MANIFEST, TraceError
+from cacheprobe.trace.manifest import HEAD, JOURNAL, MANIFEST, NOTES, NOTES_LOCK, TraceError
 
 KINDS = ("states", "rows", "hypotheses", "events", "ledger", "thoughts", "tokens", "features", "readings", "waiting")
 """First part of the names of a run's data files."""
@@ -250,11 +250,11 @@ def free_beside(directory: Path) -> Path:
 
 
 def is_of_a_run(name: str) -> bool:
-    """Returns True if a file name looks like that of a saved run's file, of its report, or of what a save that was
-    killed leaves."""
+    """Returns True if a file name looks like that of a saved run's file, of its report or notes, or of what a save that
+    was killed leaves."""
     stem = name.removesuffix(".tmp").removeprefix(HEAD)
     is_data = stem.endswith((".parquet", ".safetensors")) and stem.startswith(tuple(f"{kind}-" for kind in KINDS))
-    return is_data or name.startswith(LOCK) or stem in (MANIFEST, REPORT, JOURNAL)
+    return is_data or name.startswith(LOCK) or stem in (MANIFEST, REPORT, JOURNAL, NOTES, NOTES_LOCK)
 
 
 def _run_description(directory: Path) -> str:

@@ -3,7 +3,7 @@ opens its web server on a host and port."""
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from errno import EADDRINUSE
 from functools import lru_cache, partial
@@ -22,6 +22,7 @@ from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.dashboard.tabs import VIEWS
 from cacheprobe.views.dashboard.tabs.lens import RowCard
+from cacheprobe.views.dashboard.tabs.notes import write_note
 from cacheprobe.views.dashboard.tabs.rejected import walk
 from cacheprobe.views.dashboard.tabs.replay import overview
 from cacheprobe.views.dashboard.tabs.text import range_view
@@ -65,21 +66,30 @@ def make_app(run_list: RunList) -> Dash:
     @app.server.before_request
     def refuse_other_posts() -> None:
         """Refuses what is posted elsewhere: Dash would read it as a callback, and this app has none on the server."""
-        if request.method == "POST" and request.path != "/ask":
-            abort(Response("questions are posted to /ask\n", 400))
+        if request.method == "POST" and request.path not in ("/ask", "/note"):
+            abort(Response("questions are posted to /ask, notes to /note\n", 400))
 
     @app.server.post("/ask")
     def ask() -> Response:
         """Answers one POST of questions, {view: question}, as a stream, one line of JSON for each view."""
         return Response(
-            answers.lines(_asked(answers)), mimetype="application/x-ndjson", headers={"Cache-Control": "no-store"}
+            answers.lines(_asked(answers.views)), mimetype="application/x-ndjson", headers={"Cache-Control": "no-store"}
         )
+
+    @app.server.post("/note")
+    def note() -> PageAnswer:
+        """Answers one POST, {"note": {...}}, as `write_note` says, with the notes of the run."""
+        own = f"{request.scheme}://{request.host}"
+        if request.headers.get("Origin", own) != own:  # a page of another site, or a file on this machine
+            abort(Response("only the dashboard's own page writes notes\n", 403))
+        return answered(partial(write_note, run_list), _asked(("note",)).get("note", {}))
 
     return app
 
 
-def _asked(answers: "Answers") -> dict[str, PageQuestion]:
-    """Returns the questions of the request that is being answered; refuses a malformed or too large one."""
+def _asked(known: Collection[str]) -> dict[str, PageQuestion]:
+    """Returns the questions of the request that is being answered; refuses a malformed or too large one, and a question
+    that is not `known`."""
     if not request.is_json:  # a form on another site cannot send JSON
         abort(Response("questions are application/json\n", 415))
     if request.headers.get("Transfer-Encoding"):
@@ -96,8 +106,8 @@ def _asked(answers: "Answers") -> dict[str, PageQuestion]:
         or _is_deeper(questions, MOST_DEEP)
     ):
         abort(Response(f"questions are one JSON object, {{view: {{...}}}}, nested at most {MOST_DEEP} deep\n", 400))
-    if unknown := set(questions) - set(answers.views):
-        abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(answers.views)}\n", 400))
+    if unknown := set(questions) - set(known):
+        abort(Response(f"there is no view {min(unknown)!r:.40}; there are {', '.join(known)}\n", 400))
     return questions
 
 
@@ -199,7 +209,7 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
 
 def _guard(app: Dash, host: str) -> None:
     """Protects the app against other sites: the browser may fetch from this server only, and a server on a local host
-    answers only requests for a local host name."""
+    answers only requests for a local host name. A server that other machines can reach takes no notes."""
     hashes = " ".join(app.csp_hashes())
     policy = f"default-src 'self'; script-src 'self' {hashes}; style-src 'self' 'unsafe-inline'; "
     policy += "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
@@ -213,6 +223,11 @@ def _guard(app: Dash, host: str) -> None:
         if host in LOCAL and name not in LOCAL:
             said = f"this server answers to {', '.join(LOCAL)} alone; start it with --host to change that\n"
             abort(Response(said, 403))
+        if request.path == "/note" and host not in LOCAL:
+            said = (
+                f"this server listens at {host}, where other machines reach it, so it takes no notes; write them with "
+            )
+            abort(Response(f"{said}trace.add_note in Python, or start it without --host\n", 403))
 
     @app.server.after_request
     def add_policy(response: Response) -> Response:

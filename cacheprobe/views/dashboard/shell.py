@@ -8,6 +8,7 @@ from typing import TypeAlias
 from dash import dcc, html
 
 from cacheprobe.core.hook_names import SITE_NAMES, site_label
+from cacheprobe.trace.notes import MOST_LETTERS
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.results import KINDS, kind_of
 from cacheprobe.views.dashboard.view import WAYS
@@ -90,6 +91,9 @@ def layout(run_list: RunList) -> Element:
         html.Div(id="zoom-mark", hidden=True),
         html.Dialog(id="keys", **{"aria-label": "keys and words"}),  # assets/keys.js fills and opens it
         _export_dialog(),
+        html.Dialog(
+            id="note", **{"data-most": MOST_LETTERS, "aria-labelledby": "note-title"}
+        ),  # assets/notes.js fills it
     ]
     return html.Div(parts, id="page", className="cp dash")
 
@@ -167,7 +171,7 @@ def _tabs() -> Element:
     cards = {"lens": "Layers", "card": "Token", "cache": "Cache", "timeline": "Timeline", "decode": "Tokens"}
     jumps = [
         _button(name, "jump", title=f"go to: {name.lower()}", data_jump=f"{card}-card")
-        for card, name in {**cards, "window": "Window"}.items()
+        for card, name in {**cards, "window": "Window", "notes": "Notes"}.items()
     ]
     group = html.Div(jumps, id="jumps", role="group", **{"aria-label": "on this page"})
     return html.Nav([*tabs, group], className="tabs", role="tablist")
@@ -189,7 +193,12 @@ def _figure_places(name: str) -> list[Element]:
 def _replay_cards() -> list[Element]:
     flip = html.Div(_figure_places("flip"), id="flip-box", className="gave", hidden=True)  # assets/flip.js fills it
     gave = html.Div(_figure_places("gave"), id="gave-box", hidden=True)
-    below_card = [flip, html.Div([_button("What gave this logit?", data_intent="gave"), gave], className="gave")]
+    note = _button("Pin, or write a note", id="note-open", title="pin the chosen token, or write a note (m)")
+    below_card = [
+        html.Div([note], className="gave"),
+        flip,
+        html.Div([_button("What gave this logit?", data_intent="gave"), gave], className="gave"),
+    ]
     measures = {
         "verdict": "verdict", "depth": "prediction depth", "entropy": "entropy", "logprob": "log-probability",
         "feature": "feature of a dictionary", "difference": "difference from the other engine",
@@ -207,7 +216,7 @@ def _replay_cards() -> list[Element]:
         html.Div([_card("card", below_card), _card("cache")], className="stack"),
     ]
     timeline = _card("timeline", [html.Div(tools, id="timeline-tools")])
-    return [html.Div(stacks, className="grid"), timeline, _card("decode"), _card("window")]
+    return [html.Div(stacks, className="grid"), timeline, _card("decode"), _card("window"), _card("notes")]
 
 
 def _lens_card() -> Element:

@@ -249,6 +249,7 @@
     const view = place("text-view"), box = view.querySelector(".prose"), is_range = window.cacheprobe.is_range(at);
     const from = Math.min(at.position, at.until), to = Math.max(at.position, at.until);
     place("range-view").hidden = !is_range;
+    window.cacheprobe.notes.mark(at);
     let here = null;
     for (const token of view.querySelectorAll("span[data-position]")) {
       const position = Number(token.dataset.position);
@@ -295,7 +296,8 @@
   }
 
   // By view: what frames the choice in it.
-  const FRAMES = {timeline, overview: timeline, rejected: list, tokens: list, result: list, text, grid: cell, card: layer};
+  const FRAMES = {timeline, overview: timeline, rejected: list, tokens: list, result: list, text, notes: text, grid: cell,
+    card: layer};
 
   let seen = null, read = null;  // the chosen line, and the chosen token with its text, that were scrolled to
 
@@ -330,6 +332,7 @@
     if (!cell) return;
     const column = cell.parentNode.closest("[data-says]");
     box.textContent = (column ? column.dataset.says + "\n" : "") + cell.dataset.says;
+    if (cell.dataset.note) box.textContent += "\nnote: " + cell.dataset.note;
     const {left, right, top} = cell.getBoundingClientRect(), {offsetWidth, offsetHeight} = box;
     box.style.left = (right + 8 + offsetWidth < innerWidth ? right + 8 : Math.max(left - 8 - offsetWidth, 4)) + "px";
     box.style.top = Math.max(Math.min(top, innerHeight - offsetHeight - 8), 4) + "px";

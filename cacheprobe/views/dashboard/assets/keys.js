@@ -13,6 +13,7 @@
     ["↑ ↓", "in a list: the line above, the line below"],
     ["/", "search all tokens of the overview, or the rejected drafts"],
     ["g", "go to the lens grid"],
+    ["m", "pin the chosen token, or write a note on it or its request; Ctrl Enter saves it"],
     ["← → ↑ ↓", "in the lens grid: another row, another layer"],
     ["+, -, 0", "zoom the timeline in, out, back; or drag over its steps"],
     ["Home, End", "first, last token of the request; in the list: first, last line"],
@@ -105,10 +106,14 @@
     place("lens-card").scrollIntoView({block: "start"});
   }
 
+  function note() {
+    if (current().tab === "replay") window.cacheprobe.notes.open();
+  }
+
   // Keys that do the same wherever the focus is. Returns whether the key is one of them.
   function anywhere(key) {
     const acts = {n: () => change({intent: "walk", by: 1}), p: () => change({intent: "walk", by: -1}), "/": search,
-      "?": help, g: go_to_grid};
+      "?": help, g: go_to_grid, m: note};
     if (acts[key]) acts[key]();
     return !!acts[key];
   }
@@ -136,7 +141,7 @@
       return true;
     }
     if (target.closest(TYPES)) return false;
-    if (place("exports").open) return false;
+    if (place("exports").open || place("note").open) return false;
     if (place("keys").open) return key === "?" && anywhere(key);
     if (line && in_list(line, key)) return true;
     if (grid && ARROWS[key] && !shiftKey) {

@@ -377,6 +377,7 @@
     const holds = drawn && drawn.first <= position && position <= drawn.last;
     wanted.grid = holds && same({...drawn.for, position}, grid) ? drawn.for : grid;
     wanted.window = {run, request, step, version};
+    wanted.notes = {run};
     if (at.gave) wanted.gave = {run, request, position, row, theme};
     if (lens !== "recorded") ["card", "grid"].forEach((name) => last(wanted, name));
     return wanted;

@@ -1,7 +1,8 @@
 // Keeps the state, asks the server for what it lacks, and hears the menus. One request at a time, the newest next.
 (function () {
   "use strict";
-  const {exports, draw, flip, keys, zoom, names_place, parse, act, mine, known, settle, shelve, leave, follow, questions} = window.cacheprobe;
+  const {exports, draw, flip, keys, notes, zoom, names_place, parse, act, mine, known, settle, shelve, leave, follow,
+    questions} = window.cacheprobe;
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against", "measure"];
   const FREE = ["run", "colour", "rows", "measure"];
   const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
@@ -253,6 +254,7 @@
       keys.start(change, () => at);
       exports.start();
       flip.start(change);
+      notes.start(() => at);
       zoom.start(change);
       settled();
       if (listed.grows) watch();

@@ -7,6 +7,7 @@ from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs.compare import Comparison
 from cacheprobe.views.dashboard.tabs.flip import FlipSearch
 from cacheprobe.views.dashboard.tabs.lens import Contributions, LensGridPage, RowCard
+from cacheprobe.views.dashboard.tabs.notes import RunNotes
 from cacheprobe.views.dashboard.tabs.overview import RunSummary, TokenList
 from cacheprobe.views.dashboard.tabs.rejected import RejectedDrafts
 from cacheprobe.views.dashboard.tabs.replay import CacheSlots, Timeline, TokenGrid, VerifyWindow
@@ -28,6 +29,7 @@ VIEWS: dict[str, Callable[[RunList, PageQuestion], View]] = {
     "thoughts": Thoughts,
     "rejected": RejectedDrafts,
     "compare": Comparison,
+    "notes": RunNotes,
     "flip": FlipSearch,
     "result": result_view,
 }
