@@ -5,12 +5,12 @@ import select
 import signal
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from cyclopts import App
 
 from cacheprobe import __version__
-from cacheprobe.cli.flags import fill
+from cacheprobe.cli.flags import SEVERAL, fill
 
 app = App(
     name="cacheprobe",
@@ -57,20 +57,25 @@ app.command("cacheprobe.cli.look:dash", name="dash", help="Look at stored runs i
 def report(
     run: Path,
     *,
-    request: int | None = None,
+    request: Annotated[tuple[str, ...], SEVERAL] = (),
+    dashboard: str = "",
     out: Path | None = None,
     figures: Path | None = None,
     format: Literal["png", "svg", "pdf"] = "png",
     progress: bool = True,
 ) -> None:
-    """Draw a stored run as one self-contained HTML file, or its figures as files of their own.
+    """Draw a stored run as one self-contained HTML file of at most 4 MB, or figures of a request as files of their own.
 
     Parameters
     ----------
     run
         Directory of a saved run.
     request
-        The request to draw; by default one with an accepted and a rolled-back window, if there is any.
+        Numbers of the requests to draw in full, as far as there is room, or "all"; by default up to 8, which the page
+        names. Of figures, one.
+    dashboard
+        Address of a dashboard that shows the run, such as http://127.0.0.1:8050/; tokens then lead there. Without it
+        the page has no address and no path of this machine.
     out
         The file; by default report.html in the run's directory.
     figures
@@ -85,11 +90,17 @@ def report(
 
     if out is not None and figures is not None:
         raise ValueError("--out names the HTML file and --figures a directory of pictures; give one of them")
+    if not all(number.isdecimal() for number in request) and request != ("all",):
+        raise ValueError(f'--request takes numbers of requests, or "all", got {" ".join(request)}')
+    numbers = [int(number) for number in request if number != "all"]
     trace = cp.load_trace(run)
     if figures is None:
-        print(write_report(trace, out or run / "report.html", request_id=request, progress=progress))
+        requests = "all" if "all" in request else numbers or None
+        print(write_report(trace, out or run / "report.html", requests, dashboard=dashboard, progress=progress))
         return
-    for path in write_figures(trace, figures, format, request_id=request, progress=progress):
+    if "all" in request or len(numbers) > 1:
+        raise ValueError("--figures draws one request; give one number to --request")
+    for path in write_figures(trace, figures, format, numbers[0] if numbers else None, progress=progress):
         print(path)
 
 

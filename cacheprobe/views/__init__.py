@@ -31,7 +31,8 @@ from cacheprobe.views.probes import (
     rollback_prediction_figure,
     state_algorithm_figure,
 )
-from cacheprobe.views.report.report import write_figures, write_report
+from cacheprobe.views.report.figures import write_figures
+from cacheprobe.views.report.report import write_report
 from cacheprobe.views.report.request_text import request_text
 from cacheprobe.views.report.run_comparison import comparison
 from cacheprobe.views.sweep_grid import sweep_grid

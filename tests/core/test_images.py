@@ -13,7 +13,7 @@ import cacheprobe as cp
 from cacheprobe.views import images
 from cacheprobe.views.diagrams.windows import pick_request
 from cacheprobe.views.images import ImageError, image, svg_image
-from cacheprobe.views.report.report import report_drawings, report_figures
+from cacheprobe.views.report.figures import report_drawings, report_figures
 from tests.plots.test_views import HOSTILE, hostile
 from tests.tiny import PROMPTS, SMALL, loaded, perturbed
 

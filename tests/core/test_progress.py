@@ -134,7 +134,7 @@ def test_a_report_and_a_grid_tell_how_far_they_are(
     monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 0.0)
     run = cp.run(loaded(), PROMPTS[:1], **SMALL)
     cp.plots.write_report(run, tmp_path / "report.html", progress=True)
-    assert capsys.readouterr().err.splitlines()[-1].startswith("drawing: 7 of 7 sections, ")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("drawing: 2 of 2 sections, ")
     cp.patching.activation(loaded(), [1, 2, 3], [1, 4, 3], answer=(5, 6), progress=True)
     assert capsys.readouterr().err.splitlines()[-1].startswith("patching: 9 of 9 cells, ")
 

@@ -10,7 +10,7 @@ from cacheprobe.views.dashboard import facts
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import replay
 from cacheprobe.views.diagrams.windows import find_windows
-from cacheprobe.views.report.report import report_drawings
+from cacheprobe.views.report.figures import report_drawings
 from tests.engine.test_engine_errors import BAD, indigestible
 from tests.invariants.runs import RUN
 from tests.tiny import PROMPTS, SMALL, loaded

@@ -294,17 +294,16 @@ def test_every_thought_can_be_chosen_and_the_committed_one_is_shown_first(trace:
 
 def test_the_report_shows_thoughts_after_the_windows(trace: cp.Trace) -> None:
     html = report_html(trace, 0)
-    heads = re.findall(r"<h2[^>]*>(.*?)</h2>", html)
-    assert heads.index("What was thought of every chunk") == heads.index("From draft to commit") + 1
-    assert html.count('<figure id="thoughts">') == 1 and "The same in numbers" in html
-    title = re.search(r'<figure id="thoughts"><h3>(.*?)</h3>', html)
+    assert html.index("Request 0 went through") < html.index("The prompt in chunks, from its tokens upwards")
+    assert html.count('<figure id="request-0-thoughts">') == 1 and "The thoughts of request 0 in numbers" in html
+    title = re.search(r'<figure id="request-0-thoughts"><h3>(.*?)</h3>', html)
     assert title is not None and f"One thing to see:</strong> {title[1]}" in html
     silent = replace(trace, thought_table=trace.thoughts().query("request_id != 0"))
     unthought = report_html(silent, 0)
-    assert "Request 0 wrote no thoughts; requests that did: 1." in unthought
+    assert "Request 0 wrote no thoughts." in unthought
     assert "One thing to see:</strong> request 0, step" in unthought
     other = report_html(cp.run(loaded(), PROMPTS[:1], **SMALL), 0)
-    assert "thought of every chunk" not in other and 'class="box sand' not in other
+    assert "The prompt in chunks" not in other and 'class="box sand' not in other
 
 
 def test_agreement_is_with_the_state_or_with_what_is_to_be_said_of_it() -> None:

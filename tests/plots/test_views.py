@@ -159,20 +159,19 @@ def test_report_escapes_everything(trace: cp.Trace) -> None:
 def test_report_stands_alone_and_whole(trace: cp.Trace, tmp_path: Path) -> None:
     path = cp.plots.write_report(trace, tmp_path / "new" / "report.html")
     html = path.read_text()
-    assert path.stat().st_size < 8_000_000 and html.count("plotly.js v") == 1
+    assert path.stat().st_size < 4_000_000 and "plotly" not in html.casefold()
     assert [p.name for p in path.parent.iterdir()] == ["report.html"]
-    assert '"showSendToCloud": false' in html
-    own = html.split("</head>")[1]
-    assert 'src="http' not in own and "@import" not in own and "<link" not in own
+    assert not re.search(r"src=|@import|<link|https?:(?!//www\.w3\.org/)|127\.0\.0\.1|localhost", html)
     with pytest.raises(KeyError, match="no request 9"):
-        cp.plots.write_report(trace, path, request_id=9)
+        cp.plots.write_report(trace, path, 9)
 
 
 def test_report_of_a_request_that_is_never_verified() -> None:
     mixed = cp.run(loaded(), PROMPTS, **SMALL, deterministic=[0])
     assert "never verified" in report_html(mixed, 1) and "Accepted whole" in report_html(mixed, 0)
     bare = cp.run(loaded(), PROMPTS[:1], **SMALL, capture="S", deterministic=True)
-    assert "Every layer" not in report_html(bare, 0)
+    html = report_html(bare, 0)
+    assert "lens-grid" not in html and "This run has no lens readings" in html
 
 
 BEHAVIOUR = dict(
@@ -192,8 +191,8 @@ def test_nothing_is_said_of_a_state_that_the_model_does_not_track() -> None:
 def test_report_says_what_the_run_has_none_of() -> None:
     whole = cp.run(loaded(), PROMPTS[:2], **SMALL, deterministic=True)  # float32: the fast path is always right
     html = report_html(whole, 0)
-    assert "Accepted whole: Request 0, the window that ends in step" in html and "Rolled back: none" in html
-    assert "No window of request 0 was rolled back. Windows accepted whole in other requests: 1. Windows rolled" in html
+    assert "Accepted whole: Request 0, the window that ends in step" in html and "Rolled back:" not in html
+    assert "No window of request 0 was rolled back." in html and "No draft of this run was rejected." in html
 
 
 def test_failed_write_leaves_the_old_report(trace: cp.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +212,6 @@ def test_the_contents_name_every_section_once_and_lead_to_it(trace: cp.Trace) ->
     html = report_html(trace, 0)
     sections = re.findall(r'<h2 id="(.*?)">(.*?)</h2>', html)
     links = re.findall(r'<li><a href="#(.*?)">(.*?)</a></li>', html)
-    assert links == sections and html.count("<h2") == len(sections) == len({*sections}) >= 5
-    assert "Every rejected draft" in dict(sections).values()
-    assert 'href="http://127.0.0.1:8050/?run=0&amp;request=0"' in html
+    links = [(name, title) for name, title in links if not name.startswith("request-") or "generated" in title]
+    assert links == sections and html.count("<h2") == len(sections) == len({*sections}) >= 6
+    assert "Every rejected draft" in dict(sections).values() and dict(sections)["request-0"].startswith("Request 0 ")

@@ -38,7 +38,7 @@ def run_listings(trace: "Trace") -> list[Listing]:
     return [
         *listings,
         Listing("fingerprint", (), _pairs(trace.fingerprint)),
-        _requests(trace),
+        requests_listing(trace),
         Listing("verdicts", (), _verdicts(trace.events()), "" if trace.num_drafted else "nothing was drafted"),
         _agreement(trace, None),
     ]
@@ -140,7 +140,8 @@ def _task(trace: "Trace") -> str:
     return f"{len(examples)} questions; answers: {shorten(plain(', '.join(answers)), 2 * _WIDTH)}"
 
 
-def _requests(trace: "Trace") -> Listing:
+def requests_listing(trace: "Trace") -> Listing:
+    """Returns a `Listing` with one line for each request of a run: its texts, counts of tokens, and how it ended."""
     columns = ("request", "kind", "prompt", "text", "tokens", "drafted", "accepted", "rolled back", "finish")
     texts = token_texts(trace.row_table, trace.hypothesis_table)
     events = trace.events()

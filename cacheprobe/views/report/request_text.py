@@ -54,6 +54,8 @@ class TextParts(NamedTuple):
     """Name of the lens of the readings; "" without any."""
     thoughts: Mapping[int, str]
     """Words of a thought by the absolute position of its chunk's last token."""
+    noted: Mapping[int, str] = {}
+    """Texts of notes by the absolute position of the token."""
 
 
 def request_text(
@@ -186,7 +188,7 @@ def text_piece(
         blocks += _prompt(parts, between)
     for token in shown.itertuples():
         drafts = parts.rejected.get(int(token.place), [])
-        html = _token(token, text_of(texts, int(token.token_id)), shares, says, request)
+        html = _token(token, text_of(texts, int(token.token_id)), shares, says, parts)
         if drafts:
             above = "".join(_draft(d, step, token, texts, says, request) for d, step in drafts)
             html = f"<ruby>{html}<rt>{above}</rt></ruby>"
@@ -244,10 +246,12 @@ def _strongest(tokens: pd.DataFrame, measure: str) -> float:
     return min(float(values.min()), -1.0) if measure == "logprob" else float(values.max(initial=0.0))
 
 
-def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says: str, request: int) -> str:
+def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says: str, parts: TextParts) -> str:
     """Returns HTML of one generated token. token: a line of `token_measures`."""
     place, outcome = int(token.place), str(token.outcome)
-    tip = f"request {request}, generated token {place + 1} ({visible(text)}), position {int(token.position) + 1}\n"
+    note = parts.noted.get(int(token.position) + 1)
+    tip = f"request {parts.request_id}, generated token {place + 1} ({visible(text)}), "
+    tip += f"position {int(token.position) + 1}\n"
     tip += f"{_OUTCOMES[outcome]} in step {int(token.decided_step)}"
     for name, words in (("depth", "prediction depth"), ("logprob", "log-probability"), ("entropy", "entropy")):
         value = getattr(token, name)
@@ -257,9 +261,12 @@ def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says
         tip += f"\nactivation: {activation:.2f}"
     if not pd.isna(difference := getattr(token, "difference", pd.NA)):
         tip += f"\ndifference from the other program: {difference:.4f} nats"
-    kind = f'class="pick {_CLASSES[outcome]}"'
-    if shares is not None:
-        kind = f'class="pick shade" style="--p:{shares[place]:.2f}"' if place in shares else 'class="pick"'
+    if note is not None:
+        tip += f"\nnote: {note}" if note else "\npinned"
+    classes = ["pick", *([_CLASSES[outcome]] if shares is None else ["shade"] * (place in shares))]
+    kind = f'class="{" ".join([*classes, *["noted"] * (note is not None)])}"'
+    if shares is not None and place in shares:
+        kind += f' style="--p:{shares[place]:.2f}"'
     kind += f' data-step="{int(token.decided_step)}"'
     return f'<span {kind} data-position="{int(token.position)}" {says}="{markup(tip)}">{markup(_plain(text))}</span>'
 

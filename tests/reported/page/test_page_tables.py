@@ -14,6 +14,7 @@ import pytest
 import cacheprobe as cp
 from cacheprobe.analysis.summary import summary
 from cacheprobe.cli.look import show
+from cacheprobe.views.report.figures import report_figures
 from tests.reported.page.runs import (
     DISCARDED,
     NAMES,
@@ -158,7 +159,11 @@ def test_the_thoughts() -> None:
     for request in tables.prompts:
         thoughts = tables.trace.thoughts()
         own = thoughts[(thoughts.request_id == request) & (thoughts.status == "committed")].sort_values("chunk")
-        report = report_of(tables.name, request).split("The same in numbers</summary>")[1].split("</table>")[0]
+        report = (
+            report_of(tables.name, request)
+            .split(f"The thoughts of request {request} in numbers</summary>")[1]
+            .split("</table>")[0]
+        )
         rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", report)][1:]
         assert [int(row[0]) for row in rows] == own.chunk.tolist()
         assert [float(row[3]) for row in rows] == [float(f"{sum(nats):.3g}") for nats in own.logprobs_nats]
@@ -267,21 +272,16 @@ def test_the_prediction_depths_of_terminal_and_report(tables: Tables) -> None:
     said = summary(tables.trace).split("kind of pass:\n")[1].splitlines()[2:]
     rows = [re.split(r"  +", line.strip()) for line in said]
     assert {row[0]: float(row[2]) for row in rows} == pytest.approx(medians, abs=0.051)
-    title = re.findall(r"<h3>Median prediction depth: (.*?)</h3>", report_of(tables.name, 0))[0]
-    names = {"accepted drafts": "draft accepted, verify pass", "rejected drafts": "draft rejected, verify pass",
-             "positions without a draft": "nothing drafted"}  # fmt: skip
-    found = {
-        names[words]: float(layer)
-        for words, layer in re.findall(r"([a-z ]+) at layer ([\d.]+)", title.replace(", ", ","))
-    }
+    title = re.findall(r"<h3>Median prediction depth, by layer: (.*?)</h3>", report_of(tables.name, 0))[0]
+    names = {"draft accepted": "draft accepted, verify pass", "draft rejected": "draft rejected, verify pass",
+             "nothing drafted": "nothing drafted"}  # fmt: skip
+    found = {names[words]: float(layer) for words, layer in re.findall(r"([a-z]+ [a-z]+) ([\d.]+)", title)}
     assert found == {name: medians[name] for name in names.values() if name in medians}
 
 
-def drawn(report: str, name: str) -> list[dict[str, Any]]:
-    """The traces of one plotly figure of a report."""
-    at = re.search(rf'Plotly\.newPlot\(\s*"{name}",\s*', report)
-    assert at is not None
-    return json.JSONDecoder().raw_decode(report[at.end() :])[0]
+def drawn(tables: Tables, name: str) -> list[dict[str, Any]]:
+    """The traces of one plotly figure of `write_figures`, as plotly draws them."""
+    return json.loads(report_figures(tables.trace)[name].to_json(engine="json"))["data"]
 
 
 def test_the_report(tables: Tables) -> None:
@@ -297,26 +297,26 @@ def test_the_report(tables: Tables) -> None:
         )
         steps = [int(passes.get(phase, 0)) for phase in ("prefill", "decode", "verify")]
         short = numbers(tables.trace.draft_line)
-        assert numbers(lead) == [len(tables.prompts), sum(steps), *steps, *counts, *short, request]
+        assert numbers(lead) == [len(tables.prompts), sum(steps), *steps, *counts, *short]
         judged = tables.of(request).dropna(subset="num_accepted")
         if len(judged):
             mine = tables.drafts(tables.of(request))
-            said = plain(report.split("From draft to commit</h2>")[1].split("</p>")[0])
-            assert numbers(said) == [request, len(judged), mine[1], mine[0]]
+            said = re.findall(r"<p class='note'>(Request \d+ went through .*?)</p>", report)[0]
+            assert numbers(plain(said)) == [request, len(judged), mine[1], mine[0]]
     if tables.has_readings:
         verdicts = {
             "draft accepted": "accepted",
             "draft rejected: the committed token": "rejected",
             "nothing drafted": "not drafted",
         }
-        for line in drawn(report, "drafts"):
+        for line in drawn(tables, "drafts"):
             name = line["name"].split(" (")[0]
             if name in verdicts:
                 known = {layer: share for (layer, of), share in shares(tables).items() if of == verdicts[name]}
                 assert dict(zip(line["x"], line["y"], strict=True)) == pytest.approx(known)
         known = {
             re.sub(r"<br>\(.*|(?<=,)<br>", lambda m: "" if "(" in m[0] else " ", box["name"]): box["x"]
-            for box in drawn(report, "prediction_depth")
+            for box in drawn(tables, "prediction_depth")
         }
         assert {name: float(np.median(depths)) for name, depths in known.items()} == tables.depth_medians()
         checks = [[str(c["num_rows"]), f"{float(c['worst']):.3g}"] for c in tables.trace.meta["checks"]]

@@ -144,7 +144,10 @@ def test_a_malformed_body_is_refused_with_a_sentence(name: str) -> None:
 
 def test_what_is_posted_elsewhere_is_refused_with_a_sentence() -> None:
     answer = pages().server.post("/_dash-update-component", data="{", content_type="application/json")
-    assert (answer.status_code, answer.get_data(as_text=True)) == (400, "questions are posted to /ask\n")
+    assert (answer.status_code, answer.get_data(as_text=True)) == (
+        400,
+        "questions are posted to /ask, notes to /note\n",
+    )
 
 
 @pytest.mark.parametrize(
