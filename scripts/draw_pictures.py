@@ -26,9 +26,8 @@ def report_picture(browser: Browser, report: Path, folder: Path) -> None:
     page = browser.new_page(viewport={"width": WIDTH, "height": 900})
     page.set_default_timeout(PATIENCE)
     page.goto(report.as_uri())
-    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 4")
+    last = page.locator("[id$=lens-grid-all]").first.bounding_box()
     first = page.get_by_role("heading", name="Rolled back").first.bounding_box()
-    last = page.locator("#lens-grid-all").bounding_box()
     assert first is not None and last is not None
     top, bottom = first["y"] - MARGIN, last["y"] + last["height"]
     clip = {"x": 0, "y": top, "width": WIDTH, "height": bottom - top}

@@ -10,7 +10,9 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import index
 from pathlib import Path
+from typing import SupportsIndex
 
 import pandas as pd
 
@@ -87,40 +89,78 @@ def read_notes(directory: Path) -> tuple[Note, ...]:
     return tuple(sorted(notes, key=_place))
 
 
-def add_note(
-    directory: Path, requests: Sequence[JsonDict], request_id: int, text: str = "", position: int | None = None
-) -> Note:
-    """Writes a note into a run's directory, and returns it. It replaces the note on the same place, if there is one.
+@dataclass(frozen=True)
+class Notes:
+    """Reads and writes the notes on one run: `trace.notes`. The dashboard and the report show them."""
 
-    requests: of the run, with prompt_token_ids and committed_token_ids, as in `StoredRun.requests`.
-    text: up to 2,000 letters; "" pins the place.  position: absolute position of a token; None for the whole request.
-    Raises: NoteError for a place that the run does not have, for a text that is too long, for the note after the
-    1,000th, and if the file cannot be read or written; it then stays as it is.
-    """
-    token_id = token_at(requests, request_id, position)
-    note = Note(secrets.token_hex(4), request_id, position, token_id, text)
+    directory: Path | None
+    """Directory of the run; None for a run in memory, which has no notes."""
+    requests: Sequence[JsonDict]
+    """Of the run, with prompt_token_ids and committed_token_ids, as in `StoredRun.requests`."""
+    token_texts: Mapping[int, str]
+    """Texts by token id."""
 
-    def with_note(notes: tuple[Note, ...]) -> list[Note]:
-        others = [one for one in notes if _place(one) != _place(note)]
-        if len(others) >= MOST_NOTES:
-            raise NoteError(f"{directory} has {MOST_NOTES:,} notes, and no more are kept; remove one first")
-        return [*others, note]
+    def __repr__(self) -> str:
+        return f"Notes(beside {'no directory' if self.directory is None else self.directory.name})"
 
-    _change(directory, with_note)
-    return note
+    def table(self) -> pd.DataFrame:
+        """Returns the notes as a DataFrame, by request and position; no line for a run in memory.
 
+        Columns: note_id; request_id; position of the token, counted from the first token of the prompt, null for a note
+        on the whole request; token, its text; text of the note, "" for a pin; is_of_run, False if the run has another
+        token there, because the note was written for an earlier run in the directory.
+        Raises: NoteError if the file of notes cannot be read.
+        """
+        lines = []
+        for note in () if self.directory is None else read_notes(self.directory):
+            token = "" if note.token_id is None else self.token_texts.get(note.token_id, f"<{note.token_id}>")
+            is_here = is_of_run(note, self.requests)
+            lines.append((note.note_id, note.request_id, note.position, token, note.text, is_here))
+        table = pd.DataFrame(lines, columns=["note_id", "request_id", "position", "token", "text", "is_of_run"])
+        return table.astype({"request_id": "int64", "position": "Int64", "is_of_run": bool})
 
-def remove_note(directory: Path, note_id: str) -> None:
-    """Deletes one note from a run's directory. Raises: NoteError if there is no such note, and if the file cannot be
-    read or written; it then stays as it is."""
+    def add(self, request_id: SupportsIndex, text: str = "", position: SupportsIndex | None = None) -> Note:
+        """Writes a note into notes.json in the run's directory, and returns it. It replaces the note on the same place.
 
-    def without_note(notes: tuple[Note, ...]) -> list[Note]:
-        if note_id not in {note.note_id for note in notes}:
-            ids = ", ".join(note.note_id for note in notes[:8]) or "none"
-            raise NoteError(f"there is no note {note_id!r:.40} in {directory}; its notes are {ids}")
-        return [note for note in notes if note.note_id != note_id]
+        text: up to 2,000 letters; "" pins the place.  position: of a token, counted from the first token of the prompt;
+        None for a note on the whole request.
+        Raises: NoteError for a run in memory, for a place that the run does not have, for a text that is too long, for
+        the note after the 1,000th, and if the file cannot be read or written; it then stays as it is.
+        """
+        directory, request = self._require_directory(), index(request_id)
+        place = None if position is None else index(position)
+        note = Note(secrets.token_hex(4), request, place, token_at(self.requests, request, place), text)
 
-    _change(directory, without_note)
+        def with_note(notes: tuple[Note, ...]) -> list[Note]:
+            others = [one for one in notes if _place(one) != _place(note)]
+            if len(others) >= MOST_NOTES:
+                raise NoteError(f"{directory} has {MOST_NOTES:,} notes, and no more are kept; remove one first")
+            return [*others, note]
+
+        _change(directory, with_note)
+        return note
+
+    def remove(self, note_id: str) -> None:
+        """Deletes one note. note_id: as in `table()`. Raises: NoteError for a run in memory, if there is no such note,
+        and if the file cannot be read or written; it then stays as it is."""
+        directory = self._require_directory()
+
+        def without_note(notes: tuple[Note, ...]) -> list[Note]:
+            if note_id not in {note.note_id for note in notes}:
+                ids = ", ".join(note.note_id for note in notes[:8]) or "none"
+                raise NoteError(f"there is no note {note_id!r:.40} in {directory}; its notes are {ids}")
+            return [note for note in notes if note.note_id != note_id]
+
+        _change(directory, without_note)
+
+    def _require_directory(self) -> Path:
+        """Returns the directory of the run. Raises: NoteError for a run in memory."""
+        if self.directory is None:
+            raise NoteError(
+                "notes are kept beside a saved run, and this trace is in memory alone; save it, and load it with "
+                "cp.load_trace"
+            )
+        return self.directory
 
 
 def token_at(requests: Sequence[JsonDict], request_id: int, position: int | None) -> int | None:
@@ -145,17 +185,6 @@ def is_of_run(note: Note, requests: Sequence[JsonDict]) -> bool:
         return token_at(requests, note.request_id, note.position) == note.token_id
     except NoteError:
         return False
-
-
-def notes_table(notes: Sequence[Note], requests: Sequence[JsonDict], token_texts: Mapping[int, str]) -> pd.DataFrame:
-    """Returns the table of `Trace.notes`. requests: as in `add_note`.  token_texts: texts by token id."""
-    lines = []
-    for note in notes:
-        token = "" if note.token_id is None else token_texts.get(note.token_id, f"<{note.token_id}>")
-        is_here = is_of_run(note, requests)
-        lines.append((note.note_id, note.request_id, note.position, token, note.text, is_here))
-    table = pd.DataFrame(lines, columns=["note_id", "request_id", "position", "token", "text", "is_of_run"])
-    return table.astype({"request_id": "int64", "position": "Int64", "is_of_run": bool})
 
 
 def _place(note: Note) -> tuple[int, int]:

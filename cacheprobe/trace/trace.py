@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from cacheprobe.core.hook_names import HEAD_SITES, site_advice
-from cacheprobe.core.values import JsonDict, folder, hint
+from cacheprobe.core.values import folder, hint
 from cacheprobe.lenses.dictionaries import Dictionary
 from cacheprobe.models.base import CachedLM
 from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.manifest import TraceError
-from cacheprobe.trace.notes import Note, NoteError, add_note, notes_table, read_notes, remove_note
+from cacheprobe.trace.notes import Notes
 from cacheprobe.trace.one_request import RequestTrace, chosen_requests
 from cacheprobe.trace.self_checks import computed_by, self_checks_text
 from cacheprobe.trace.state_store import ShardStore, read_tensors
@@ -171,51 +171,13 @@ class Trace(TraceData):
         """
         return edits_of(self)
 
-    def notes(self) -> pd.DataFrame:
-        """Returns the notes on a saved run as a DataFrame, by request and position; no line for a trace in memory.
-
-        Columns: note_id; request_id; position of the token, counted from the first token of the prompt, null for a note
-        on the whole request; token, its text; text of the note, "" for a pin; is_of_run, False if the run has another
-        token there, because the note was written for an earlier run in the directory.
-        Raises: NoteError if the file of notes cannot be read.
-        """
-        notes = () if self.directory is None else read_notes(self.directory)
-        return notes_table(notes, self._token_ids_of_requests(), self.token_texts)
-
-    def add_note(self, request_id: SupportsIndex, text: str = "", position: SupportsIndex | None = None) -> Note:
-        """Writes a note into notes.json in the run's directory, and returns it. The dashboard and the report show it.
-
-        text: up to 2,000 letters; "" only marks the place.  position: of a token, counted from the first token of the
-        prompt; None for a note on the whole request. A note on the same place is replaced.
-        Raises: NoteError for a trace that was not loaded from a directory, for an unknown place, for a text that is too
-        long, and if the file cannot be written.
-        """
-        place = None if position is None else int(position)
-        return add_note(self._directory_of_notes(), self._token_ids_of_requests(), int(request_id), text, place)
-
-    def remove_note(self, note_id: str) -> None:
-        """Deletes a note of the run. note_id: as in `notes()`. Raises: NoteError if there is no such note, for a trace
-        that was not loaded from a directory, and if the file cannot be written."""
-        remove_note(self._directory_of_notes(), note_id)
-
     @property
-    def directory(self) -> Path | None:
-        """Directory that the trace was loaded from; None for a trace in memory."""
-        return self.store.files.directory if isinstance(self.store, ShardStore) else None
-
-    def _directory_of_notes(self) -> Path:
-        """Returns the directory of the run. Raises: NoteError for a trace in memory."""
-        if self.directory is None:
-            raise NoteError(
-                "notes are kept beside a saved run, and this trace is in memory alone; save it, and load it with "
-                "cp.load_trace"
-            )
-        return self.directory
-
-    def _token_ids_of_requests(self) -> list[JsonDict]:
-        """Returns the token ids of every request, as in `StoredRun.requests`."""
+    def notes(self) -> Notes:
+        """Notes on requests and tokens, kept beside a saved run: `trace.notes.table()`, and its `add` and `remove`."""
+        directory = self.store.files.directory if isinstance(self.store, ShardStore) else None
         pairs = [(r.prompt_token_ids, self.tokens[int(r.request_id or 0)]) for r in self.requests]
-        return [{"prompt_token_ids": list(prompt), "committed_token_ids": list(made)} for prompt, made in pairs]
+        requests = [{"prompt_token_ids": list(prompt), "committed_token_ids": list(made)} for prompt, made in pairs]
+        return Notes(directory, requests, self.token_texts)
 
     def table(self, name: str) -> "DuckDBPyRelation":
         """Returns a table as a DuckDB relation: `trace.table("hypotheses").filter("layer = 12 and rank = 0").df()`.

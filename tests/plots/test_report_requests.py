@@ -103,11 +103,20 @@ def test_no_room_for_a_request_is_said(run: Path, monkeypatch: pytest.MonkeyPatc
 def test_nothing_of_this_machine_is_said_unless_asked(run: Path) -> None:
     trace = cp.load_trace(run)
     place = "/home/annabel b/models/" + "small-model"
-    secret = {**trace.fingerprint, "model": place, "adapter": "~/private/adapter", "weights": "C:\\Users\\ann\\w"}
+    secret = {**trace.fingerprint, "model": place, "adapter": "~/private/adapter", "weights": "C:\\Users\\annabel\\w"}
     meta = {**trace.meta, "fingerprint": secret, "weights_note": f"from {place}", "drafter": f"DraftModel({place})"}
     meta["errors"] = {"3": f"cannot read {run}/x"}
     html = html_module.unescape(report_html(replace(trace, meta=meta)))
-    for told in (str(run), str(run.parent), str(Path.home()), "private/adapter", "Users", "annabel", "127.0.0.1", "localhost"):
+    for told in (
+        str(run),
+        str(run.parent),
+        str(Path.home()),
+        "private/adapter",
+        "Users",
+        "annabel",
+        "127.0.0.1",
+        "localhost",
+    ):
         assert told not in html, told
     assert "/home" not in html and "small-model" in html and "…/x" in html
 
@@ -162,10 +171,10 @@ def test_notes_are_shown_first_and_at_their_places(run: Path, browser: Browser, 
     trace = cp.load_trace(run)
     least = min(lost(trace), key=lambda request_id: (lost(trace)[request_id], -request_id))
     position = len(trace.requests[least].prompt_token_ids) + 2
-    kept = [trace.add_note(least, HOSTILE, position=position), trace.add_note(least, "the whole of it")]
+    kept = [trace.notes.add(least, HOSTILE, position=position), trace.notes.add(least, "the whole of it")]
     path = cp.plots.write_report(trace, tmp_path / "report.html")
     for note in kept:
-        trace.remove_note(note.note_id)
+        trace.notes.remove(note.note_id)
     html = path.read_text()
     assert least in drawn(html) and '<h2 id="notes">' in html
     complaints: list[str] = []

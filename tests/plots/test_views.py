@@ -169,7 +169,7 @@ def test_report_stands_alone_and_whole(trace: cp.Trace, tmp_path: Path) -> None:
 def test_report_of_a_request_that_is_never_verified() -> None:
     mixed = cp.run(loaded(), PROMPTS, **SMALL, deterministic=[0])
     assert "never verified" in report_html(mixed, 1) and "Accepted whole" in report_html(mixed, 0)
-    bare = cp.run(loaded(), PROMPTS[:1], **SMALL, capture="S", deterministic=True)
+    bare = cp.run(loaded(), PROMPTS[:1], **SMALL, capture=None, deterministic=True)
     html = report_html(bare, 0)
     assert "lens-grid" not in html and "This run has no lens readings" in html
 

@@ -2,7 +2,6 @@
 it. Counts by layer how often the committed token came first."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,8 +68,7 @@ def tokens_of(trace: "TraceData") -> RunTokens:
     if readings is None and can_read and "S" in trace.store.sites:
         from cacheprobe.trace.tables.hypotheses import hypotheses_of  # imports torch
 
-        with suppress(ValueError):  # the states cannot be read
-            readings = hypotheses_of(trace, False)
+        readings = hypotheses_of(trace, False)
     if readings is not None:
         readings = readings[(readings.status == "committed") & (readings.site != "thought")]
     table = None if readings is None else arrow_table(typed(readings, "hypotheses"), "hypotheses")

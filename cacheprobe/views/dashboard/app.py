@@ -227,7 +227,7 @@ def _guard(app: Dash, host: str) -> None:
             said = (
                 f"this server listens at {host}, where other machines reach it, so it takes no notes; write them with "
             )
-            abort(Response(f"{said}trace.add_note in Python, or start it without --host\n", 403))
+            abort(Response(f"{said}trace.notes.add in Python, or start it without --host\n", 403))
 
     @app.server.after_request
     def add_policy(response: Response) -> Response:

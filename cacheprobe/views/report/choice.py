@@ -19,7 +19,7 @@ _REASON = "those with notes, then that of the first partly accepted draft, then 
 """How the requests are chosen if none is named."""
 
 
-class Choice(NamedTuple):
+class RequestChoice(NamedTuple):
     """Holds the requests that a report is to draw."""
 
     request_ids: tuple[int, ...]
@@ -28,11 +28,13 @@ class Choice(NamedTuple):
     """Text on how they were chosen; "" if they were named."""
 
 
-def chosen_requests(trace: "Trace", notes: "pd.DataFrame", requests: "int | Sequence[int] | str | None") -> Choice:
+def choose_requests(
+    trace: "Trace", notes: "pd.DataFrame", requests: "int | Sequence[int] | str | None"
+) -> RequestChoice:
     """Returns the requests that a report draws.
 
-    notes: of `Trace.notes`.  requests: one id or several; "all"; or None for 8 of them: first those with notes, then
-    that of the first partly accepted draft, then those with the most rolled-back draft tokens.
+    notes: of `trace.notes.table()`.  requests: one id or several; "all"; or None for 8 of them: first those with notes,
+    then that of the first partly accepted draft, then those with the most rolled-back draft tokens.
     Raises: KeyError for a request that the trace does not have; ValueError for another text, and for no request.
     """
     known = sorted(trace.tokens)
@@ -41,7 +43,9 @@ def chosen_requests(trace: "Trace", notes: "pd.DataFrame", requests: "int | Sequ
         by_losses = sorted(known, key=lambda request_id: (-int(lost.get(request_id, 0)), request_id))
         first = first_to_show(trace.event_table)
         ordered = tuple(dict.fromkeys([*notes.request_id.tolist(), *(first or ())[:1], *by_losses]))
-        return Choice(ordered if requests else ordered[:MOST_CHOSEN], "" if len(known) <= MOST_CHOSEN else _REASON)
+        return RequestChoice(
+            ordered if requests else ordered[:MOST_CHOSEN], "" if len(known) <= MOST_CHOSEN else _REASON
+        )
     if isinstance(requests, str):
         raise ValueError(f'requests is an id, a list of ids, or "all", got {requests!r}')
     named = tuple(dict.fromkeys(map(int, requests if isinstance(requests, Sequence) else [requests])))
@@ -49,10 +53,10 @@ def chosen_requests(trace: "Trace", notes: "pd.DataFrame", requests: "int | Sequ
         raise ValueError('requests names no request; give an id, a list of ids, or "all"')
     if unknown := [request_id for request_id in named if request_id not in trace.tokens]:
         raise KeyError(f"no request {unknown[0]} in this trace; it has {known}")
-    return Choice(named, "")
+    return RequestChoice(named, "")
 
 
-def drawn_within(choice: Choice, draw: Callable[[int], str], room: int) -> dict[int, str]:
+def drawn_within(choice: RequestChoice, draw: Callable[[int], str], room: int) -> dict[int, str]:
     """Returns a dict from request id to HTML, in the order of ids: of the first requests of a choice that together have
     at most `room` bytes.  draw: function from a request's id to its HTML."""
     drawn: dict[int, str] = {}
@@ -65,7 +69,7 @@ def drawn_within(choice: Choice, draw: Callable[[int], str], room: int) -> dict[
     return dict(sorted(drawn.items()))
 
 
-def choice_sentence(choice: Choice, drawn: Sequence[int], count: int) -> str:
+def choice_sentence(choice: RequestChoice, drawn: Sequence[int], count: int) -> str:
     """Returns plain text: which requests a report draws, why, and which ones it has no room for. count: of all."""
     if not choice.request_ids:
         return "The run has no request."
@@ -81,9 +85,7 @@ def choice_sentence(choice: Choice, drawn: Sequence[int], count: int) -> str:
 
 
 _IN_NAME = r"""/\\'"<>|;,()\n"""
-_PATH = re.compile(
-    rf"(?<![\w.:/\\~-])(?:~|[A-Za-z]:)?[/\\](?:[^\s{_IN_NAME}][^{_IN_NAME}]*[/\\])*([^\s{_IN_NAME}]*)"
-)
+_PATH = re.compile(rf"(?<![\w.:/\\~-])(?:~|[A-Za-z]:)?[/\\](?:[^\s{_IN_NAME}][^{_IN_NAME}]*[/\\])*([^\s{_IN_NAME}]*)")
 """An absolute path, of Linux or Windows, or one below the home directory. Folders may have spaces in their names."""
 
 
@@ -100,12 +102,11 @@ def dashboard_of(address: str) -> str:
     """
     try:
         parts = urlsplit(address)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        run = parse_qs(parts.query).get("run", ["0"])[0]
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and run.isdecimal():
+            return f"{parts.scheme}://{parts.netloc}{parts.path or '/'}?run={run}"
     except ValueError:  # a port that is no number
-        is_address = False
-    run = parse_qs(parts.query).get("run", ["0"])[0] if is_address else "0"
-    if not is_address or not run.isdecimal():
-        raise ValueError(
-            f"dashboard= is the address that `cacheprobe dash` prints, such as http://127.0.0.1:8050/, got {address!r}"
-        )
-    return f"{parts.scheme}://{parts.netloc}{parts.path or '/'}?run={run}"
+        pass
+    raise ValueError(
+        f"dashboard= is the address that `cacheprobe dash` prints, such as http://127.0.0.1:8050/, got {address!r}"
+    )

@@ -14,7 +14,7 @@ from cacheprobe.views.overview.table import token_list
 from cacheprobe.views.rejected import rejections_section
 from cacheprobe.views.report.choice import (
     choice_sentence,
-    chosen_requests,
+    choose_requests,
     dashboard_of,
     drawn_within,
     without_paths,
@@ -71,7 +71,7 @@ def report_html(
     """Returns the report of a run as one HTML document that needs no network. Arguments and errors: of
     `write_report`."""
     content = RunContent.of(trace, dashboard_of(dashboard) if dashboard else "")
-    choice = chosen_requests(trace, content.notes, requests)
+    choice = choose_requests(trace, content.notes, requests)
     whole = _Whole(tokens_of(trace), requests_listing(trace), rejections_section(trace))
     with Progress(len(choice.request_ids) + 1, "drawing", "sections", enabled=progress) as bar:
 

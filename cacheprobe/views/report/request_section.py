@@ -34,7 +34,7 @@ class RunContent(NamedTuple):
     lines: Mapping[int, np.ndarray]
     """Places of the lines of each request in `readings`."""
     notes: pd.DataFrame
-    """Of `Trace.notes`, without those of an earlier run."""
+    """Of `trace.notes.table()`, without those of an earlier run."""
     dashboard: str = ""
     """Address of a dashboard that shows the run, up to "run=N"; "" for a report without links to one."""
 
@@ -45,7 +45,7 @@ class RunContent(NamedTuple):
         with suppress(ValueError):  # none was recorded, and none can be made now
             readings = lens_readings(trace, include_rolled_back=True)
         lines = {} if readings is None else readings.groupby("request_id").indices
-        notes = trace.notes()
+        notes = trace.notes.table()
         texts = token_texts(trace.row_table, trace.hypothesis_table)
         return cls(trace, trace.events(), texts, readings, lines, notes[notes.is_of_run], dashboard)
 

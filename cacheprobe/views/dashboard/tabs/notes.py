@@ -4,9 +4,10 @@ from functools import cached_property
 
 import pandas as pd
 
-from cacheprobe.trace.notes import add_note, notes_table, read_notes, remove_note
+from cacheprobe.trace.notes import Notes
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number
 from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.dashboard.view import View, button
 from cacheprobe.views.text import counted, markup, visible
 
@@ -14,13 +15,12 @@ from cacheprobe.views.text import counted, markup, visible
 class RunNotes(View):
     """The notes on a run, as a list whose lines lead to their places."""
 
-    notebook = ("table = trace.notes()",)
+    notebook = ("table = trace.notes.table()",)
 
     @cached_property
     def notes(self) -> pd.DataFrame:
-        """Table of `Trace.notes`. Raises: NoteError if the file of notes cannot be read."""
-        run = self.tables.run
-        return notes_table(read_notes(run.directory), run.requests, run.token_texts)
+        """Table of `Notes.table`. Raises: NoteError if the file of notes cannot be read."""
+        return notes_of(self.tables).table()
 
     def table(self) -> pd.DataFrame:
         """Returns the notes."""
@@ -58,6 +58,11 @@ class RunNotes(View):
         return next(int(step) for step, _, _, num_committed in steps if int(num_committed) > num_before)
 
 
+def notes_of(tables: RunTables) -> Notes:
+    """Returns the notes on a run."""
+    return Notes(tables.run.directory, tables.run.requests, tables.run.token_texts)
+
+
 def _said(text: str) -> str:
     return f"<span>{markup(text)}</span>" if text else "<small>pinned</small>"
 
@@ -69,13 +74,12 @@ def write_note(run_list: RunList, question: PageQuestion) -> str:
     for a note on the request. Raises: CannotShow for a wrong question; NoteError if the note cannot be written.
     """
     shown = RunNotes(run_list, question)
-    run = shown.tables.run
+    notes = notes_of(shown.tables)
     if "remove" in question:
-        remove_note(run.directory, str(question["remove"]))
+        notes.remove(str(question["remove"]))
         return shown.draw()
     text, position = question["text"], question["position"]
     if not isinstance(text, str):
         raise CannotShow(f"text is a text, got {text!r:.40}")
-    place = None if position is None else number(position, "position") + 1
-    add_note(run.directory, run.requests, shown.request, text, place)
+    notes.add(shown.request, text, None if position is None else number(position, "position") + 1)
     return shown.draw()

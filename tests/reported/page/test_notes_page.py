@@ -15,13 +15,20 @@ import cacheprobe as cp
 from cacheprobe.trace.notes import read_notes
 from cacheprobe.views.dashboard.app import listen
 from cacheprobe.views.dashboard.run_list import RunList
-from tests.dash_page import answered, asked, at, opened, served, until
+from tests.dash_page import EARLY, answered, asked, at, opened, served, until
 from tests.plots.test_views import HOSTILE
+from tests.tiny import PROMPTS, SMALL, loaded
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trace = cp.run(loaded(), PROMPTS, **SMALL, **EARLY)
+    return trace.save(tmp_path_factory.mktemp("noted") / "a-one")
 
 
 @pytest.fixture
-def run(runs: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(runs / "a-one", tmp_path / "run"))
+def run(stored: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stored, tmp_path / "run"))
 
 
 @pytest.fixture
@@ -157,9 +164,9 @@ def test_a_server_that_others_can_reach_takes_no_notes(run: Path) -> None:
     server.server_close()
 
 
-def test_notes_of_another_run_in_the_directory_are_said(run: Path, runs: Path) -> None:
+def test_notes_of_another_run_in_the_directory_are_said(run: Path) -> None:
     trace = cp.load_trace(run)
-    trace.add_note(1, "of the first", position=len(trace.requests[1].prompt_token_ids) + 1)
+    trace.notes.add(1, "of the first", position=len(trace.requests[1].prompt_token_ids) + 1)
     path = run / "notes.json"
     path.write_text(path.read_text().replace('"token_id": ', '"token_id": 1'))
     with served(RunList.of([run])) as url:
