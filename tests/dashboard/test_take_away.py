@@ -54,6 +54,7 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
     ("summary", {"run": 0}),
     ("tokens", {"run": 0, "verdict": "rejected", "sort": "-times"}),
     ("tokens", {"run": 1, "requests": "0, 2-9", "entropy": "1:", "each": "1"}),
+    ("notes", {"run": 0}),
     ("rejected", {"run": 0}),
     ("rejected", {"run": 0, "request": 0, "sort": "-margin"}),
     ("rejected", {"run": 0, "sort": "drafted"}),
@@ -73,7 +74,9 @@ QUESTIONS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def run_list(tmp_path_factory: pytest.TempPathFactory) -> RunList:
-    return save_shown(tmp_path_factory.mktemp("shown"))
+    run_list = save_shown(tmp_path_factory.mktemp("shown"))
+    cp.load_trace(run_list.entries[0].path).notes.add(0, "=look", position=2)
+    return run_list
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +172,9 @@ SVG_TAGS = {"svg", "g", "defs", "title", "rect", "path", "circle", "ellipse", "l
             "pattern", "clipPath", "polyline", "polygon", "linearGradient", "stop"}  # fmt: skip
 DRAWN = "!document.querySelector('.asking') && document.getElementById('tab-{0}').ariaSelected === 'true'"
 BY_TAB = {
-    "replay": ("timeline", "decode", "cache", "grid", "card", "window", "text"),
-    "overview": ("summary", "tokens"), "rejected": ("rejected",), "compare": ("compare",), "probes": ("result",), "results": ("result",),
+    "replay": ("timeline", "decode", "cache", "grid", "card", "window", "text", "notes"),
+    "overview": ("summary", "tokens"), "rejected": ("rejected",), "compare": ("compare",),
+    "probes": ("result",), "results": ("result",),
 }  # fmt: skip
 
 
