@@ -115,8 +115,8 @@ def _steps(events: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     steps = counts.groupby("step").agg({**how, "proposed": "max"})
     layers = rows.groupby("step").num_layers.max().reindex(steps.index)
     spans = events.groupby("request_id").step.agg(["min", "max"])
-    started, ended = (np.searchsorted(np.sort(spans[name]), steps.index, side) for name, side in
-                      (("min", "right"), ("max", "left")))  # fmt: skip
+    started = np.searchsorted(np.sort(spans["min"]), steps.index, side="right")
+    ended = np.searchsorted(np.sort(spans["max"]), steps.index, side="left")
     is_plain = (steps.phase == "decode") & (steps.tokens > 0)
     steps = steps.assign(is_whole=layers == layers.max(), num_running=started - ended, is_plain=is_plain)
     return steps[steps.phase != "prefill"]
