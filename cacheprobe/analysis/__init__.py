@@ -1,5 +1,5 @@
-"""Computes measures, attributions, comparisons and lens readings from a trace. Each function is imported at its first
-use.
+"""Computes measures, attributions, comparisons, verify windows and lens readings from a trace. Each function is
+imported at its first use.
 """
 
 from importlib import import_module
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from cacheprobe.analysis.reading import rejected_tokens as rejected_tokens
     from cacheprobe.analysis.thought_readings import read_thoughts as read_thoughts
     from cacheprobe.analysis.thought_readings import thought_activations as thought_activations
+    from cacheprobe.analysis.windows import Window as Window
+    from cacheprobe.analysis.windows import accepted_whole as accepted_whole
+    from cacheprobe.analysis.windows import find_windows as find_windows
+    from cacheprobe.analysis.windows import rolled_back as rolled_back
     from cacheprobe.edits.gradient_texts import logit_difference as logit_difference
     from cacheprobe.edits.gradient_texts import text_logprob as text_logprob
     from cacheprobe.edits.gradient_texts import token_logprob as token_logprob
@@ -61,6 +65,7 @@ _HOMES = {
     "cacheprobe.analysis.reading": "divergences read_states rejected_tokens",
     "cacheprobe.analysis.dictionary_loss": "reconstruction",
     "cacheprobe.analysis.thought_readings": "read_thoughts thought_activations",
+    "cacheprobe.analysis.windows": "Window accepted_whole find_windows rolled_back",
     "cacheprobe.edits.gradient_texts": "logit_difference text_logprob token_logprob",
     "cacheprobe.edits.patchscopes": "patchscope",
     "cacheprobe.trace.tables.engine_differences": "engine_differences",

@@ -160,7 +160,8 @@ def prediction_depth(readings: Readings) -> pd.DataFrame:
     """Returns a DataFrame with one line for each row: its prediction depth, and the first choices of its layers in
     order.
 
-    prediction_depth: first layer from which the first choice stays that of the last layer read (Baldock et al. 2021).
+    prediction_depth: first layer from which the first choice stays that of the last layer read (Baldock et al. 2021),
+    which is last_layer: a drafter's pass may end early.
     num_flips: changes of first choice between adjacent layers.  path: the first choices in order, as one text; a choice
     that the next layer keeps is written once.
     final_token: the last layer's first choice.  agrees: whether `final_token` is the committed token; null if none was
@@ -176,6 +177,7 @@ def prediction_depth(readings: Readings) -> pd.DataFrame:
     ends = table[~table.row.duplicated(keep="last")].rename(columns={"token": "final_token"})
     ends = ends.assign(
         prediction_depth=prediction_depths(table),
+        last_layer=ends.layer,
         num_flips=changes.size().to_numpy() - 1,
         path=changes.agg(" → ".join).to_numpy(),
     )

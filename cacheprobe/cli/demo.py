@@ -28,7 +28,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     from cacheprobe.analysis.summary import closing, thoughts_text
     from cacheprobe.models.known import THINKING
     from cacheprobe.trace.places import require_free
-    from cacheprobe.views import token_texts, write_report
+    from cacheprobe.views import write_report
     from cacheprobe.views.report.insight import first_insight
 
     other_out, thinking_out = (out.with_name(f"{out.name}-{end}") for end in ("n-gram", "thinking"))
@@ -38,7 +38,7 @@ def demo(*, out: Path = Path("runs/demo"), progress: bool = True) -> None:
     trace.save(out, overwrite=True)
     other.save(other_out, overwrite=True)
     rows, readings = trace.rows(), lens_readings(trace)
-    insight = first_insight(readings, rows, trace.events(), token_texts(rows, readings))
+    insight = first_insight(readings, rows, trace.events(), trace.token_texts)
     print(closing(trace, is_behaviour_printed=progress))
     print(f"run: {out}\nreport: {write_report(trace, out / 'report.html', progress=progress)}")
     print(f"the same prompts under another drafter: {other_out}")

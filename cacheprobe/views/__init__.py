@@ -12,7 +12,6 @@ from cacheprobe.views.diagrams.diagram import decoded_diagram, window_diagram
 from cacheprobe.views.diagrams.frame import Markup
 from cacheprobe.views.diagrams.lens_grid import lens_grid
 from cacheprobe.views.diagrams.timeline import timeline
-from cacheprobe.views.diagrams.windows import Window, accepted_whole, find_windows, rolled_back
 from cacheprobe.views.findings import (
     carried_figure,
     coin_rows_figure,
@@ -22,6 +21,7 @@ from cacheprobe.views.findings import (
     simplex_figure,
     ways_figure,
 )
+from cacheprobe.views.given import TABLES_OF, checking_tables
 from cacheprobe.views.grids import attribution_patching_grid, flip_grid, patching_grid, routing_figure
 from cacheprobe.views.overview.figures import run_overview
 from cacheprobe.views.probes import (
@@ -36,14 +36,11 @@ from cacheprobe.views.report.report import write_report
 from cacheprobe.views.report.request_text import request_text
 from cacheprobe.views.report.run_comparison import comparison
 from cacheprobe.views.sweep_grid import sweep_grid
-from cacheprobe.views.text import token_texts
 from cacheprobe.views.thoughts.picture import thoughts_picture
 
 __all__ = [
     "Markup",
-    "Window",
     "acceptance_curves",
-    "accepted_whole",
     "attribution",
     "attribution_patching_grid",
     "cache_picture",
@@ -57,7 +54,6 @@ __all__ = [
     "draft_verdicts",
     "drift_figure",
     "final_choice_figure",
-    "find_windows",
     "flip_grid",
     "forcing_figure",
     "lens_grid",
@@ -67,7 +63,6 @@ __all__ = [
     "probe_figure",
     "request_text",
     "rollback_prediction_figure",
-    "rolled_back",
     "routing_figure",
     "run_overview",
     "simplex_figure",
@@ -77,12 +72,14 @@ __all__ = [
     "thoughts_picture",
     "timeline",
     "token_card",
-    "token_texts",
     "ways_figure",
     "window_diagram",
     "write_figures",
     "write_report",
 ]
+
+for _name in TABLES_OF:
+    globals()[_name] = checking_tables(globals()[_name])
 
 if not TYPE_CHECKING:
 

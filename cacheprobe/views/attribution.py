@@ -5,14 +5,14 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from cacheprobe.core.hook_names import site_label
-from cacheprobe.views.style import Figure, layout_template
+from cacheprobe.views.style import Figure, layout_template, zero_centred
 from cacheprobe.views.text import markup, visible
 
 _COLOURS = {"T": "#2b6cb0", "C": "#a87900", "other": "#7b858f"}
 _PART_NAMES = {"T": "T, attention", "C": "C, MLP", "T bias": "T, its bias", "embed": "the embedding",
                "rest": "the rest"}  # fmt: skip
-_SHARE_COLOURS = ["#bd3127", "#f4a59d", "#f3f0f9", "#9cc0ea", "#2b6cb0"]
-"""Colours from negative to positive shares; the middle is zero."""
+_PART_COLOURS = ["#bd3127", "#f4a59d", "#f7f7f7", "#9cc0ea", "#2b6cb0"]
+"""Colours from negative to positive parts of a logit; the middle is zero."""
 
 
 def attribution(table: pd.DataFrame) -> go.Figure:
@@ -36,14 +36,14 @@ def attribution(table: pd.DataFrame) -> go.Figure:
     sums = in_layers.groupby(["site", "layer"]).logit.sum()
     for site in ("T", "C"):
         values = sums[site]
-        hover = f"{_PART_NAMES[site]} of layer %{{x}}: %{{y:+.3f}}{hover_end}"
+        hover = f"{_PART_NAMES[site]} of layer %{{x}}: %{{y:+.3f}} logits{hover_end}"
         about = dict(name=site_label(site), marker_color=_COLOURS[site], hovertemplate=hover)
         figure.add_bar(x=[int(layer) for layer in values.index], y=values.tolist(), row=1, col=1, **about)
     others = parts[parts.layer.isna()]
     x_positions = _x_positions(others.site.tolist(), int(in_layers.layer.max()))
     figure.add_bar(
         x=x_positions, y=others.logit.tolist(), name="no layer", marker_color=_COLOURS["other"], row=1, col=1,
-        text=others.site.tolist(), textposition="none", hovertemplate=f"%{{text}}: %{{y:+.3f}}{hover_end}",
+        text=others.site.tolist(), textposition="none", hovertemplate=f"%{{text}}: %{{y:+.3f}} logits{hover_end}",
     )  # fmt: skip
     if has_heads:
         figure.add_trace(_head_map(by_head, hover_end), row=2, col=1)
@@ -52,13 +52,13 @@ def attribution(table: pd.DataFrame) -> go.Figure:
     layer_ticks = layers[:: 1 if len(layers) <= 16 else 2]
     figure.update_layout(
         template=layout_template(), height=700 if has_heads else 380, margin=dict(t=84, b=60, l=60, r=20),
-        title=dict(text=_finding(parts, logit_name), y=1, yref="container", yanchor="top", pad=dict(t=14)),
+        title=dict(text=_finding(parts, logit_name), y=1, yref="container", yanchor="top", pad=dict(t=20)),
         barmode="group", legend=dict(y=1.01), dragmode=False,
     )  # fmt: skip
     ticks = [*zip(x_positions, others.site, strict=True), *((layer, str(layer)) for layer in layer_ticks)]
     figure.update_xaxes(tickmode="array", tickvals=[x for x, _ in ticks], ticktext=[name for _, name in ticks])
     figure.update_xaxes(title="layer", row=1 + has_heads, col=1)
-    figure.update_yaxes(title="share of the logit", row=1, col=1)
+    figure.update_yaxes(title="part of the logit (logits)", row=1, col=1)
     return figure
 
 
@@ -86,13 +86,13 @@ def _x_positions(names: list[str], last_layer: int) -> list[int]:
 
 
 def _head_map(by_head: pd.DataFrame, hover_end: str) -> go.Heatmap:
-    """Returns a plotly heat map of the heads' shares of the logit: heads upwards, layers across."""
+    """Returns a plotly heat map of the heads' parts of the logit: heads upwards, layers across."""
     grid = by_head.pivot(index="head", columns="layer", values="logit").sort_index()
     return go.Heatmap(
         x=[int(layer) for layer in grid.columns], y=[f"head {head}" for head in grid.index],
-        z=grid.to_numpy(dtype=float).tolist(), zmid=0, colorscale=_SHARE_COLOURS, xgap=1, ygap=1,
-        colorbar=dict(title=dict(text="share", side="right"), thickness=12, x=1.01, len=0.45, y=0.23),
-        hovertemplate=f"%{{y}} of layer %{{x}}: %{{z:+.3f}}{hover_end}",
+        z=grid.to_numpy(dtype=float).tolist(), xgap=1, ygap=1, **zero_centred(by_head.logit, _PART_COLOURS),
+        colorbar=dict(title=dict(text="part (logits)", side="right"), thickness=12, x=1.01, len=0.45, y=0.23),
+        hovertemplate=f"%{{y}} of layer %{{x}}: %{{z:+.3f}} logits{hover_end}",
     )  # fmt: skip
 
 

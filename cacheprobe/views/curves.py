@@ -6,8 +6,18 @@ import plotly.graph_objects as go
 
 from cacheprobe.analysis.measures import prediction_depth_by_verdict, with_groups
 from cacheprobe.core.values import TableLine
-from cacheprobe.trace.tables.draft_verdicts import NOT_DRAFTED, parting, shares_by_verdict
-from cacheprobe.views.style import STATUS_STYLES, Figure, curve, error_bars, layer_ticks, require_lines, set_layout
+from cacheprobe.trace.tables.draft_verdicts import NOT_DRAFTED, drafter_layers, parting, shares_by_verdict
+from cacheprobe.views.style import (
+    GREY,
+    STATUS_STYLES,
+    Figure,
+    curve,
+    error_bars,
+    layer_ticks,
+    mark_layer,
+    require_lines,
+    set_layout,
+)
 from cacheprobe.views.text import markup, shorten
 
 _MOST_POINTS = 600
@@ -41,6 +51,12 @@ def draft_verdicts(hypotheses: pd.DataFrame) -> go.Figure:
         hover = f"{name}, layer %{{x}}: first choice in %{{y:.1%}} of the readings"
         of_line = {**STATUS_STYLES[style], "dash": dash}
         curve(figure, lines, column, f"{name} ({lines.rows.max()} readings)", hover, of_line)
+    for layer in drafter_layers(hypotheses):
+        mark_layer(figure, layer, "drafter's layer: the draft token is first by construction", 1.0)
+    last = shares[shares.layer == shares.layer.max()]
+    if (last.committed_first == 1).all():
+        meaning = "last layer: the committed token is first by construction"
+        mark_layer(figure, int(last.layer.iloc[0]), meaning, 1.0, "dashdot")
     below = dict(orientation="h", x=0, y=-0.18, yanchor="top")  # on a narrow page it has a line for each entry
     set_layout(figure, parting(shares), 440, top=56, bottom=130, legend=below, dragmode=False)
     figure.update_xaxes(title="layer", **layer_ticks(shares.layer))
@@ -86,7 +102,12 @@ def prediction_depth_figure(depths: pd.DataFrame) -> go.Figure:
             hovertext=[_hover(row) for row in rows.itertuples()],
             hoverinfo="text", hoveron="points", showlegend=False,
         )  # fmt: skip
-    set_layout(figure, _depth_finding(depths), 100 + 74 * len(figure.data), top=56, dragmode=False)
+    set_layout(figure, _depth_finding(depths), 120 + 74 * len(figure.data), top=76, dragmode=False)
+    ends = known[["phase", "last_layer"]] if "last_layer" in known.columns else known.iloc[:0].assign(last_layer=0)
+    for layer in sorted(set(ends.last_layer[(ends.phase == "decode") & (ends.last_layer < ends.last_layer.max())])):
+        words = f"layer {layer}, where draft passes end"
+        line = dict(color=GREY, dash="dot", width=1.5)
+        figure.add_vline(x=int(layer), line=line, annotation_text=words, annotation_position="top")
     figure.update_xaxes(title="prediction depth (layer)", **layer_ticks(known.prediction_depth))
     return figure
 
@@ -230,7 +251,7 @@ def column_figure(table: pd.DataFrame, column: str) -> go.Figure:
     by = f" by {across}" if across else ""
     title = f"{markup(column)}{by}: from {low:.4g} to {high:.4g}{left_out}"
     set_layout(figure, title, 380, top=72, bottom=60, left=52, dragmode=False)
-    figure.update_yaxes(title=markup(column))
+    figure.update_yaxes(title=markup(column.removesuffix("_nats") + " (nats)" * column.endswith("_nats")))
     return figure
 
 

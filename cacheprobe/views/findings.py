@@ -39,7 +39,7 @@ def forcing_figure(table: pd.DataFrame) -> go.Figure:
     title = f"Forcing a state: {means['unpatched']:.3f} nats become {means['recovered']:.3f}, with another state's "
     set_layout(figure, f"{title}{means['wrong']:.3f}", 400)
     figure.update_xaxes(title="forced hidden state", dtick=1)
-    figure.update_yaxes(title="KL to its emissions, nats")
+    figure.update_yaxes(title="KL divergence from its emissions (nats)")
     return figure
 
 
@@ -171,8 +171,9 @@ def carried_figure(table: pd.DataFrame) -> go.Figure:
     )
     title = f"{claim} at {markup(best.place)}, layer {best.layer}: {best.nld:.2f}"
     set_layout(figure, title, 180 + 220 * rows, top=110, legend_y=1.09)  # the legend is above the panels' names
+    figure.update_xaxes(**layer_ticks(table.layer, 4))
     figure.update_xaxes(title="layer", row=rows)
-    figure.update_yaxes(title="0 as it was, 1 the other's", col=1)
+    figure.update_yaxes(title="normalised logit difference<br>(0 as it was, 1 the other's)", col=1)
     return figure
 
 
@@ -192,7 +193,9 @@ def ways_figure(table: pd.DataFrame) -> go.Figure:
         hovertemplate="%{x}: %{customdata}<extra></extra>",
     )  # fmt: skip
     chance = float(table.chance.iloc[0])
-    figure.add_hline(y=chance, line=dict(color=GREY, dash="dot"), annotation_text="chance")
+    figure.add_hline(
+        y=chance, line=dict(color=GREY, dash="dot"), annotation_text="chance", annotation_position="top left"
+    )
     at_chance = table[table.low <= chance]
     names = ", ".join(markup(way) for way in at_chance.way) or "no way here"
     set_layout(figure, f"No more than chance is left with: {names}", 400, top=72, bottom=96)
@@ -243,5 +246,5 @@ def coin_rows_figure(effects: pd.DataFrame, *, unit: str = "span", people: int |
     noun = "slot" if unit == "row" else unit
     title = f"The {noun} whose swap brings over most: {markup(best['where'])}, {best.nld:.2f}"
     set_layout(figure, title, 380, top=72, bottom=72, barmode="group", dragmode=False)
-    figure.update_yaxes(title="0 as it was, 1 as the other question")
+    figure.update_yaxes(title="normalised logit difference<br>(0 as it was, 1 as the other question)")
     return figure

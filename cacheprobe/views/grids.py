@@ -10,14 +10,21 @@ import plotly.graph_objects as go
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.values import TableLine
 from cacheprobe.ops.statistics import cell_correlations
-from cacheprobe.views.style import STATUS_STYLES, Figure, layer_ticks, panels, require_lines, set_layout
+from cacheprobe.views.style import (
+    GREY,
+    STATUS_STYLES,
+    Figure,
+    layer_ticks,
+    panels,
+    require_lines,
+    set_layout,
+    zero_centred,
+)
 from cacheprobe.views.text import markup, token_label, visible
 
 if TYPE_CHECKING:
     from cacheprobe.edits.patching.grid import PatchingGrid
 
-_CHANGE_COLOURS = ["#a87900", "#f0d58a", "#f3f0f9", "#aa97d6", "#4a2c8f"]
-"""From "further from the drafted token" to "closer to it"; the middle is no change."""
 _COLUMNS, _TITLE_COLUMNS = 10, 24
 """Largest width of a token below the grid, and in the title and the hover text, in columns of a monospaced font."""
 _LOWEST, _LOWEST_FLIPS = 340, 360
@@ -94,17 +101,16 @@ def patching_grid(
     change = next((change for change in _ANSWER_CHANGES if change in table.columns), None)
     cells = _cells(table, value, change)
     layers, positions = (sorted(cells[axis].unique().tolist()) for axis in ("layer", "position"))
-    low, high = min(0.0, float(cells.value.min())), max(0.0, float(cells.value.max()))
     words = _COLUMN_WORDS.get(value, (value,))
     figure = _heat_map(
         {(c.layer, c.position): (c.value, c.hover) for c in cells.itertuples()}, layers, positions,
         dict(title=dict(text="<br>".join(map(markup, words)), side="right", font=dict(size=12))),
-        zmin=low, zmax=high if high > low else low + 1,
+        **zero_centred(cells.value),
     )  # fmt: skip
     changed = cells[cells.turned > 0.5]
     if change is not None and len(changed):
         x, y = [positions.index(p) for p in changed.position], [layers.index(layer) for layer in changed.layer]
-        circle = dict(symbol="circle-open", size=7)
+        circle = dict(symbol="circle", size=7, line=dict(color="white", width=1))
         _mark_cells(figure, x, y, _ANSWER_CHANGES[change], circle, hoverinfo="skip")
     best = cells.loc[cells.value.idxmax()]
     where = f"layer {best.layer}, position {best.position} ({markup(visible(best.token))})"
@@ -151,11 +157,11 @@ def attribution_patching_grid(grid: "PatchingGrid | pd.DataFrame", *, head: int 
         raise ValueError(f"there is no column {lacking[0]}; make the grid with cp.patching.attribution(..., real=True)")
     singles = [patching_grid(table, value=value, head=head) for value in ESTIMATED_AND_REAL]
     maps = [single.data[0] for single in singles]
-    low, high = min(one.zmin for one in maps), max(one.zmax for one in maps)
+    scale = zero_centred([bound for one in maps for bound in (one.zmin, one.zmax)])
     names = ("estimated from gradients", "real patching")
     figure = panels(names, shared_yaxes=True)
     for column, (single, one) in enumerate(zip(singles, maps, strict=True), 1):
-        one.update(zmin=low, zmax=high, showscale=column == len(maps))
+        one.update(showscale=column == len(maps), **scale)
         figure.add_trace(one, row=1, col=column)
         figure.update_xaxes(single.layout.xaxis.to_plotly_json(), row=1, col=column)
         figure.update_yaxes(single.layout.yaxis.to_plotly_json(), row=1, col=column)
@@ -168,7 +174,7 @@ def attribution_patching_grid(grid: "PatchingGrid | pd.DataFrame", *, head: int 
     said = ", ".join(f"{name} {value:.2f}" for name, value in named if value is not None)
     title = f"Correlation of estimated and real patching: {said or 'undefined, because one grid is constant'}"
     height = singles[0].layout.height + 48
-    set_layout(figure, title, height, top=96, bottom=96, dragmode=False, legend=dict(y=-0.4, yanchor="top"))
+    set_layout(figure, title, height, top=96, bottom=96, dragmode=False, legend=dict(y=-0.24, yanchor="top"))
     return figure
 
 
@@ -187,18 +193,17 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
         raise ValueError("the table holds several rejections; give the lines of one request and step")
     columns = list(dict.fromkeys(zip(table.edit, table.site, strict=True)))
     layers = sorted(int(layer) for layer in table.layer.unique())
-    limit = float(table.change_nats.abs().max()) or 1.0
     figure = _heat_map(
         {(one.layer, (one.edit, one.site)): (one.change_nats, _edit_hover(one)) for one in table.itertuples()},
         layers, columns,
-        dict(title=dict(text="change,<br>nats", side="top", font=dict(size=12)), y=0, yanchor="bottom", len=0.94,
+        dict(title=dict(text="change<br>(nats)", side="top", font=dict(size=12)), y=0, yanchor="bottom", len=0.94,
              outlinewidth=0, ticks=""),
-        y=layers, zmin=-limit, zmid=0, zmax=limit, colorscale=_CHANGE_COLOURS, hoverongaps=False,
+        y=layers, hoverongaps=False, **zero_centred(table.change_nats),
     )  # fmt: skip
     flipped = table[table.flips]
     if len(flipped):
         x = [columns.index(column) for column in zip(flipped.edit, flipped.site, strict=True)]
-        circle = dict(symbol="circle-open", size=9, line_width=2)
+        circle = dict(symbol="circle", size=8, line=dict(color="white", width=1))
         name = "the verifier chooses the drafted token"
         _mark_cells(figure, x, flipped.layer.tolist(), name, circle, hoverinfo="skip")
     height = max(170 + 16 * len(layers), _LOWEST_FLIPS)
@@ -210,8 +215,15 @@ def flip_grid(table: pd.DataFrame) -> go.Figure:
         tickmode="array", tickvals=list(range(len(columns))), ticktext=sites, tickangle=0, showgrid=False,
         title=dict(text=",<br>".join(pairs), standoff=34),
     )  # fmt: skip
+    moved = table[(table.edit == "drafter") & (table.from_layer < table.layer)]
     for edit in dict.fromkeys(edit for edit, _ in columns):
         own = [x for x, column in enumerate(columns) if column[0] == edit]
+        if edit == "drafter" and len(moved):  # an early exit: below, its pass computed what the verifier's did
+            last, words = int(moved.from_layer.max()), "drafter's last layer: up to it, no change by construction"
+            figure.add_scatter(
+                x=[own[0] - 0.5, own[-1] + 0.5], y=[last + 0.5] * 2, mode="lines", name=words, showlegend=True,
+                line=dict(color=GREY, dash="dot", width=2), hoverinfo="skip",
+            )  # fmt: skip
         figure.add_annotation(
             text=edit, x=(own[0] + own[-1]) / 2, y=0, yref="paper", yshift=-34, showarrow=False, font=dict(size=12)
         )

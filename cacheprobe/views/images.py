@@ -1,14 +1,19 @@
 """Turns figures and SVG files into PNG, SVG or PDF with kaleido, whose Chromium browser starts once and runs until the
 program ends."""
 
+import asyncio
 import os
 import textwrap
-from base64 import b64encode
+from base64 import b64decode
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 
 import plotly.graph_objects as go
+
+from cacheprobe.core.values import JsonDict
 
 FORMATS = ("png", "svg", "pdf")
 SCALE = 2
@@ -47,14 +52,22 @@ def require_browser() -> None:
         )
 
 
+def kind_of(path: "str | Path", kind: str | None = None) -> str:
+    """Returns the format of a picture's file: `kind`, or if it is None, the ending of the path. Raises: ValueError for
+    another than png, svg and pdf."""
+    found = (kind or Path(path).suffix.removeprefix(".")).lower()
+    if found not in FORMATS:
+        raise ValueError(f"unknown format {found!r} of a picture; choose one of {', '.join(FORMATS)}")
+    return found
+
+
 def image(figure: go.Figure, kind: str, *, width: int | None = None) -> bytes:
     """Returns a plotly figure as the bytes of a file. kind: "png", "svg" or "pdf".
 
     width: pixels; by default the figure's own width, or 900.
     Raises: ImageError if the figure cannot be drawn; ValueError for another kind.
     """
-    if kind not in FORMATS:
-        raise ValueError(f"unknown format {kind!r} of a picture; choose one of {', '.join(FORMATS)}")
+    kind_of("", kind)
     require_browser()
     import kaleido
 
@@ -76,10 +89,54 @@ def svg_image(markup: str, width: int, height: int, kind: str) -> bytes:
     width, height: of the SVG, in pixels.  kind: "png" or "pdf".
     Raises: ImageError if the file cannot be drawn.
     """
-    source = "data:image/svg+xml;base64," + b64encode(markup.encode()).decode()
-    whole = dict(xref="paper", yref="paper", x=0, y=1, sizex=1, sizey=1, sizing="stretch", source=source)
-    bare = dict(margin=dict(t=0, b=0, l=0, r=0), xaxis_visible=False, yaxis_visible=False)
-    return image(go.Figure(layout=go.Layout(images=[whole], width=width, height=height, **bare)), kind)
+    head = '<!doctype html><meta charset="utf-8"><style>body{margin:0}svg{display:block}</style>'
+    return page_image(f"{head}<body>{markup}</body>", kind, (width, height))
+
+
+def page_image(page: str, kind: str, size: tuple[int, int | None] = (1000, None)) -> bytes:
+    """Returns a page of HTML that needs nothing else, given as text, as the bytes of a PNG, or of a PDF of one page, on
+    a white ground.
+
+    size: width and height in pixels; without a height, that of the content.  kind: "png" or "pdf".
+    Raises: ImageError if the page cannot be drawn.
+    """
+    require_browser()
+    return _within(SECONDS, lambda: asyncio.run(_page_image(page, kind, *size)))
+
+
+async def _page_image(page: str, kind: str, width: int, height: int | None) -> bytes:
+    """Opens a page in a browser of its own, and returns it as bytes of a PNG or PDF."""
+    from choreographer import Browser
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "page.html"
+        file.write_text(page, encoding="utf-8")
+        async with Browser(headless=True) as browser:
+            tab = await browser.create_tab()
+
+            async def ask(command: str, **settings: object) -> JsonDict:
+                """Sends a command of Chromium's protocol to the page and returns its result."""
+                return (await tab.send_command(command, settings))["result"]
+
+            shown = dict(width=width, height=height or 10, deviceScaleFactor=SCALE, mobile=False)
+            await ask("Emulation.setDeviceMetricsOverride", **shown)
+            light = [dict(name="prefers-color-scheme", value="light")]
+            await ask("Emulation.setEmulatedMedia", media="screen", features=light)
+            await ask("Page.enable")
+            loaded = tab.subscribe_once("Page.loadEventFired")
+            await ask("Page.navigate", url=file.as_uri())
+            await loaded
+            script = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+            found = await ask("Runtime.evaluate", expression=script, returnByValue=True)
+            across, down = (width, height) if height else found["result"]["value"]
+            if kind == "png":
+                clip = dict(x=0, y=0, width=across, height=down, scale=1)
+                made = await ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+            else:
+                inches = dict(paperWidth=across / 96, paperHeight=down / 96 + 0.02)
+                margins = dict.fromkeys(("marginTop", "marginBottom", "marginLeft", "marginRight"), 0)
+                made = await ask("Page.printToPDF", printBackground=True, **inches, **margins)
+            return b64decode(made["data"])
 
 
 def _for_paper(figure: go.Figure, width: int) -> go.Figure:
@@ -89,7 +146,7 @@ def _for_paper(figure: go.Figure, width: int) -> go.Figure:
     copy.update_layout(width=width, paper_bgcolor="white", plot_bgcolor="white")
     title = copy.layout.title.text
     if title:
-        columns = max(int(width / _TITLE_COLUMN), 20)
+        columns = max(int((width - 24) / _TITLE_COLUMN), 20)
         lines = [
             line
             for part in title.split("<br>")

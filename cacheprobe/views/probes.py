@@ -14,9 +14,11 @@ from cacheprobe.views.style import (
     curve,
     interval,
     layer_ticks,
+    mark_layer,
     panels,
     require_lines,
     set_layout,
+    zero_centred,
 )
 from cacheprobe.views.text import markup, shorten
 
@@ -103,7 +105,7 @@ def rollback_prediction_figure(table: pd.DataFrame, unit: str = "draft") -> go.F
     last = rows.sort_values("layer").groupby("drafter", sort=False).tail(1)
     drafter_names = ", ".join(last.drafter[last.gain_low > 0]) or "no drafter here"
     title = f"States foretell a rollback better than position or margin for {drafter_names}"
-    set_layout(figure, title, 400, top=110)
+    set_layout(figure, title, 420, top=110, legend_y=1.1)  # the legend is above the panels' names
     figure.update_xaxes(title="layer", **layer_ticks(rows.layer, 6))
     figure.update_yaxes(range=[0.35, 1.02])
     figure.update_yaxes(title=f"AUROC, by {unit}", col=1)
@@ -143,17 +145,19 @@ def state_algorithm_figure(probes: pd.DataFrame, patches: pd.DataFrame) -> go.Fi
         baseline(
             figure, lines, "majority", f"commonest {name}", "", style["dash"], hoverinfo="skip", row=1, col=1
         )  # fmt: skip
+    scale = zero_centred([*patches.nld, 1.0] if kinds else [])
     for column, kind in enumerate(kinds, start=2):
         effects = patches[patches.kind == kind].pivot(index="layer", columns="position", values="nld")
         figure.add_heatmap(
-            x=effects.columns.tolist(), y=effects.index.tolist(), z=effects.to_numpy(), zmin=0, zmax=1, xgap=1, ygap=1,
+            x=effects.columns.tolist(), y=effects.index.tolist(), z=effects.to_numpy(), xgap=1, ygap=1, **scale,
             showscale=column == 2, row=1, col=column,
             hovertemplate="layer %{y}, clean up to position %{x}: %{z:.3f}<extra></extra>",
-            colorbar=dict(title=dict(text="mean NLD (0 corrupted, 1 clean)", side="right"), thickness=12, x=1.01),
+            colorbar=dict(title=dict(text="mean NLD (0 corrupted, 1 clean)", side="right", font_size=12), x=1.01),
         )  # fmt: skip
         figure.update_xaxes(title="clean up to position (tokens)", showgrid=False, row=1, col=column)
         figure.update_yaxes(title="layer" if column == 2 else None, dtick=1, showgrid=False, row=1, col=column)
-    set_layout(figure, _first_layers(last_place), 380, top=110)
+    below = dict(orientation="h", x=0, y=-0.25, yanchor="top")
+    set_layout(figure, _first_layers(last_place), 470, top=72, bottom=140, legend=below)
     figure.update_xaxes(title="layer", dtick=1, row=1, col=1)
     figure.update_yaxes(title="held-out accuracy", range=[0, 1.04], row=1, col=1)
     return figure
@@ -184,16 +188,20 @@ def final_choice_figure(table: pd.DataFrame) -> go.Figure:
     """
     require_lines(table, "the table of final choices is empty; read some rows")
     table = table.assign(kind=table.kind.map(markup))
-    figure, halfway = Figure(), []
+    figure, halfway, ends = Figure(), [], set[int]()
     for kind, color in zip(dict.fromkeys(table.kind), _COLORS, strict=False):
         lines = table[table.kind == kind].sort_values("layer")
         shares, hover = interval(lines, "share", ".1%", rows="rows"), f"{kind}, layer %{{x}}: %{{customdata}}"
         curve(figure, lines, "share", kind, hover, {"color": color}, **shares)
         hover, line = f"{kind}, another row's choice, layer %{{x}}: %{{y:.1%}}", dict(color=color, width=1, dash="dot")
         baseline(figure, lines, "chance", f"{kind}: another row's choice", hover, "dot", line=line)
+        if lines.share.iloc[-1] == 1:  # each row's last choice is compared with itself
+            ends.add(int(lines.layer.iloc[-1]))
         at_least_half = lines[lines.share >= 0.5]
         if len(at_least_half):
             halfway.append(f"{kind} from layer {at_least_half.layer.iloc[0]}")
+    for layer in sorted(ends):
+        mark_layer(figure, layer, "last layer: 100 % by construction", 1.0)
     title = (
         f"Half hold their final choice: {', '.join(halfway)}" if halfway else "No layer has half of the final choices"
     )
@@ -225,7 +233,7 @@ def disagreement_figure(table: pd.DataFrame) -> go.Figure:
     title = "The committed token leads throughout"
     if held_until:
         title = f"Most hold the rejected token likelier: {', '.join(held_until)}"
-    set_layout(figure, title, 400, top=90)
+    set_layout(figure, title, 420, top=110, legend_y=1.1)  # the legend is above the panels' names
     figure.update_xaxes(title="layer", **layer_ticks(table.layer))
     figure.update_yaxes(title="share of rejected drafts", tickformat=".0%", range=[-0.02, 1.04], col=1)
     return figure

@@ -14,6 +14,9 @@ import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
+from cacheprobe.core.files import write_whole
+from cacheprobe.views.images import image, kind_of
+
 FIGURE_CONFIG = {"showSendToCloud": False, "displaylogo": False, "responsive": True}
 """plotly's settings of every figure, on a page or in a notebook; the button that uploads the data stays off."""
 
@@ -50,9 +53,36 @@ _SCALES = {
 }
 
 
+DIVERGING = ["#a87900", "#f0d58a", "#f7f7f7", "#aa97d6", "#4a2c8f"]
+"""Colours from the most negative number to the most positive one; the middle is zero, and grey."""
+
+
+def zero_centred(values: Iterable[float], colours: Sequence[str] = tuple(DIVERGING)) -> dict[str, object]:
+    """Returns plotly's settings (zmin, zmax, colorscale) of a heat map in which zero has the middle one of `colours`,
+    and numbers of one size are equally strong on both sides. The scale spans the values and zero, and no more."""
+    known = [float(value) for value in values if value == value]
+    low, high = min([0.0, *known]), max([0.0, *known])
+    low, high = (low, high) if low < high else (0.0, 1.0)
+    limit = max(-low, high)
+    points = sorted({0.0, *(low + (high - low) * i / 32 for i in range(33))})
+    shades = sample_colorscale(list(colours), [(point / limit + 1) / 2 for point in points])
+    scale = [[(point - low) / (high - low), shade] for point, shade in zip(points, shades, strict=True)]
+    return {"zmin": low, "zmax": high, "colorscale": scale}
+
+
+def mark_layer(figure: go.Figure, layer: int, meaning: str, top: float, dash: str = "dot", **panel: int) -> None:
+    """Adds a grey line across at a layer, with its meaning in the legend: what holds there by construction, so that it
+    is not taken for a finding. top: where the line ends upwards; it begins at 0.  panel: row and col."""
+    hover = f"layer {layer}: {meaning}<extra></extra>"
+    line = dict(color=GREY, dash=dash, width=1.5)
+    figure.add_scatter(
+        x=[layer, layer], y=[0, top], mode="lines", name=meaning, line=line, hovertemplate=hover, **panel
+    )  # fmt: skip
+
+
 class Figure(go.Figure):
     """A plotly figure without plotly's button for uploading the data. `show`, `to_html` and `write_html` use
-    FIGURE_CONFIG unless another `config` is given."""
+    FIGURE_CONFIG unless another `config` is given. `write_image` draws on white; `data` has the drawn numbers."""
 
     def show(self, *args: object, **settings: object) -> object:
         """Shows the figure as `go.Figure.show` does, with FIGURE_CONFIG (no upload button, no logo) as the defaults of
@@ -68,6 +98,15 @@ class Figure(go.Figure):
         """Writes the figure to an HTML file, as `go.Figure.write_html` does, with FIGURE_CONFIG (no upload button, no
         logo) as the defaults of the argument `config`."""
         return super().write_html(*args, **_configured(settings))
+
+    def write_image(self, file: "str | Path", format: str | None = None, width: int | None = None) -> Path:
+        """Writes the figure to a PNG, SVG or PDF file on a white ground, with a long title wrapped, and returns the
+        path. format: by default the ending of `file`.  width: pixels; by default the figure's own, or 900.
+
+        Raises: ValueError for another format; ImageError if there is no browser to draw with.
+        """
+        content = image(self, kind_of(file, format), width=width)
+        return write_whole(Path(file), lambda beside: beside.write_bytes(content))
 
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None, validate: bool = True, **settings: object
@@ -135,7 +174,7 @@ def layout_template(*, dark: bool = False) -> go.layout.Template:
     return go.layout.Template(
         layout={
             "font": {"family": SANS, "size": 13, "color": colours["ink"]},
-            "title": {"x": 0, "xref": "paper", "font": {"size": 16}},
+            "title": {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 12}, "font": {"size": 16}},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "xaxis": axis,

@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.analysis.windows import pick_request
 from cacheprobe.views import images
-from cacheprobe.views.diagrams.windows import pick_request
 from cacheprobe.views.images import ImageError, image, svg_image
 from cacheprobe.views.report.figures import report_drawings, report_figures
 from tests.plots.test_views import HOSTILE, hostile

@@ -11,6 +11,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe.analysis.comparison import RequestDifference
+from cacheprobe.analysis.windows import find_windows
 from cacheprobe.core.records import fingerprint_differences
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.dashboard.questions import CannotShow, answered, span, whole
@@ -19,7 +20,6 @@ from cacheprobe.views.dashboard.tabs import compare, replay
 from cacheprobe.views.diagrams.cache import cache_passes, cache_strip, memory_sentence
 from cacheprobe.views.diagrams.decode_grid import SIGNS, decode_picture
 from cacheprobe.views.diagrams.timeline import TIMELINE_LEGEND, timeline_finding, timeline_picture
-from cacheprobe.views.diagrams.windows import find_windows
 from cacheprobe.views.report.page import table
 from cacheprobe.views.report.run_comparison import comparison_title, fingerprint_block, token_columns
 from cacheprobe.views.style import DIAGRAM_CSS

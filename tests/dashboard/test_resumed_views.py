@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.analysis.windows import find_windows
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.dashboard import facts
 from cacheprobe.views.dashboard.run_list import RunList
 from cacheprobe.views.dashboard.tabs import replay
-from cacheprobe.views.diagrams.windows import find_windows
 from cacheprobe.views.report.figures import report_drawings
 from tests.engine.test_engine_errors import BAD, indigestible
 from tests.invariants.runs import RUN

@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.analysis.windows import find_windows, verified_requests
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.diagrams.timeline import step_words, timeline_picture
-from cacheprobe.views.diagrams.windows import find_windows, verified_requests
 from cacheprobe.views.report.figures import report_windows
 from cacheprobe.views.report.listings import request_listings, run_listings
 from cacheprobe.views.text import token_texts

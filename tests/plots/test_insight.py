@@ -64,7 +64,7 @@ def test_what_is_opened_is_the_first_rollback_that_kept_something() -> None:
     partial = [(int(e.step), int(e.request_id)) for e in events.itertuples()
                if e.phase == "verify" and 0 < e.num_accepted < len(e.draft_token_ids)]  # fmt: skip
     assert (step, request) == min(partial)
-    texts = cp.plots.token_texts(trace.row_table, trace.hypothesis_table)
+    texts = trace.token_texts
     said = first_insight(cp.analysis.lens_readings(trace), trace.row_table, events, texts)
     assert said.startswith(f"request {request}, step {step}: ") and f"rolled back in step {step}" in said
     # the reading is of the row whose next token the verifier put in the draft's place

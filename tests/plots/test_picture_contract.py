@@ -51,10 +51,10 @@ def thinking() -> cp.Trace:
 
 def of_window(held: cp.Trace, lost: bool) -> Given:
     events = held.events()
-    pick = plots.rolled_back if lost else plots.accepted_whole
-    found = [window for r in held.tokens if (window := pick(plots.find_windows(events, r))) is not None]
+    pick = cp.analysis.rolled_back if lost else cp.analysis.accepted_whole
+    found = [window for r in held.tokens if (window := pick(cp.analysis.find_windows(events, r))) is not None]
     ledgers = [held.ledger(found[0].request_id, step) for step in found[0].ledger_steps]
-    return (found[0], events, ledgers, plots.token_texts(held.row_table)), {}
+    return (found[0], events, ledgers, held.token_texts), {}
 
 
 def of_decoding(held: cp.Trace, count: int) -> Given:
@@ -63,7 +63,7 @@ def of_decoding(held: cp.Trace, count: int) -> Given:
     own = events[events.request_id == 2]
     last = int(own.step.iloc[-1 - count])
     ledgers = [held.ledger(2, int(own[own.phase == "prefill"].step.max())), held.ledger(2, last)]
-    return (2, events[events.step <= last], ledgers, plots.token_texts(held.row_table)), {}
+    return (2, events[events.step <= last], ledgers, held.token_texts), {}
 
 
 def of_thoughts(held: cp.Trace, request: int) -> Given:

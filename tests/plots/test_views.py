@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 
 import cacheprobe as cp
+from cacheprobe.analysis.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.diagrams.cache import cache_counts, cylinder_strokes
 from cacheprobe.views.diagrams.decode_grid import CONTESTED_NATS, SETTLED_NATS
 from cacheprobe.views.diagrams.diagram import window_diagram
 from cacheprobe.views.diagrams.panels import abridged, verify_panel
-from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.report.report import behaviour_sentences, report_html
 from cacheprobe.views.text import shorten, visible
 from tests.tiny import PROMPTS, SMALL, loaded
@@ -58,7 +58,7 @@ def test_diagram_tells_the_window(trace: cp.Trace, kind) -> None:
     window = kind(find_windows(trace.events(), request_id))
     assert window is not None, "the run has no such window; choose another seed"
     ledgers = [trace.ledger(request_id, step) for step in window.ledger_steps]
-    texts = cp.plots.token_texts(trace.row_table, trace.hypotheses())
+    texts = trace.token_texts
     html = window_diagram(window, trace.events(), ledgers, texts)
     for word in ("Prefill", "Decode", "Verify", "other requests", "Rollback" if window.is_rollback else "No rollback"):
         assert word in html
@@ -123,7 +123,7 @@ def test_curves_can_be_told_apart(trace: cp.Trace) -> None:
     figure = cp.plots.draft_verdicts(trace.hypotheses())
     drafted = figure.data[2]
     assert drafted.y[-1] == 0 < max(drafted.y)  # greedy: what the last layer has first is never rejected
-    assert len({(line.line.dash, line.line.color) for line in figure.data}) == 4
+    assert len({(line.line.dash, line.line.color) for line in figure.data}) == len(figure.data) >= 4
 
 
 def test_text_is_made_visible_and_cut() -> None:

@@ -268,6 +268,21 @@ def shares_by_verdict(readings: pd.DataFrame) -> pd.DataFrame:
     return grouped.agg(rows=("row", "size"), committed_first=("agrees", "mean"), drafted_first=("drafted", "mean"))
 
 
+def drafter_layers(readings: pd.DataFrame) -> list[int]:
+    """Returns the layers at which draft passes ended, in order, if every draft token is the lens's first choice there:
+    at an early-exit drafter's layer it is so by construction. [] if each draft pass ran all layers, or there was none.
+
+    readings: as in `Trace.hypotheses`.
+    """
+    if not {"phase", "drafted_token_id"} <= set(readings.columns):
+        return []
+    of_drafts = readings[readings.drafted_token_id.notna() & (readings.phase == "decode")]
+    ends = of_drafts.sort_values("layer").drop_duplicates("row", keep="last")
+    ends = ends[ends.layer < readings.layer.max()]
+    is_first = (ends.token_id == ends.drafted_token_id).groupby(ends.layer).all()
+    return [int(layer) for layer in is_first.index[is_first.astype(bool)]]
+
+
 def parting(shares: pd.DataFrame) -> str:
     """Returns one sentence: from which layer on the committed token is a lens's first choice more often than the
     rejected draft token, or that there is no such layer.

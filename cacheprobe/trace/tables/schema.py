@@ -17,8 +17,8 @@ _LISTS = {
 }
 """Arrow types of columns whose cells are arrays of numbers, or lists of texts. Their pandas dtype is object."""
 _DTYPES = {
-    "int64": "row request_id step position token_id num_layers state_index layer place born thought chunk start end "
-    "first_token_id span first_position end_position num_tokens feature expert drafted_step num_flips window",
+    "int64": "row request_id step position token_id num_layers state_index layer last_layer place born thought chunk "
+    "start end first_token_id span first_position end_position num_tokens feature expert drafted_step num_flips window",
     "Int64": "batch_rows batch_slots draft_start num_accepted num_rolled_back recovered_token_id bonus_token_id "
     "read_token_id committed_token_id rank drafted_token_id prediction_depth decided_step drafter_layer flip_layer "
     "depth head commitment_layer commitment_token_id chain_step",
@@ -87,8 +87,8 @@ _TABLES = {
     "engine_differences": "request_id position token_id token logprob_nats:float64 other_logprob_nats "
     "difference_nats rank is_accepted_draft",
     "generated_tokens": "place token_id outcome born decided_step position depth layer:Int64 entropy logprob token",
-    "prediction_depth": "request_id row step phase status position verdict prediction_depth:int64 num_flips path "
-    "final_token committed_token drafted_token agrees",
+    "prediction_depth": "request_id row step phase status position verdict prediction_depth:int64 last_layer "
+    "num_flips path final_token committed_token drafted_token agrees",
     "reasoning_spans": "request_id span first_position end_position num_tokens is_closed",
     "routing": f"{_ROW} layer rank:int64 expert weight",
     "states": "row request_id step phase status position token_id token site layer",

@@ -6,6 +6,7 @@ from threading import Lock
 
 import pandas as pd
 
+from cacheprobe.analysis.windows import Window, find_windows, verified_requests
 from cacheprobe.trace.manifest import UNFINISHED
 from cacheprobe.trace.stored import StoredRun
 from cacheprobe.trace.tables.build import ledger_at, rows_in_use
@@ -14,7 +15,6 @@ from cacheprobe.trace.tables.token_history import token_history
 from cacheprobe.trace.tables.token_table import RunTokens, SearchedText, request_texts, tokens_of_run
 from cacheprobe.views.diagrams.lens_grid import finding
 from cacheprobe.views.diagrams.timeline import step_words, timeline_finding
-from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.views.overview.selection import selected_tokens
 from cacheprobe.views.rejected import rejected_of_run, selected
 from cacheprobe.views.report.insight import first_to_show

@@ -6,9 +6,9 @@ from itertools import groupby
 
 import pandas as pd
 
+from cacheprobe.analysis.windows import Window
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.frame import Markup
-from cacheprobe.views.diagrams.windows import Window
 from cacheprobe.views.text import counted, markup, runs_of, stretch
 
 

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
 
+from cacheprobe.analysis.windows import verified_requests
 from cacheprobe.core.values import TableLine
 from cacheprobe.trace.tables.token_history import standing_at, token_history
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.frame import Markup, legend
 from cacheprobe.views.diagrams.timeline import LABEL_WIDTH, drawn_requests, request_name
-from cacheprobe.views.diagrams.windows import verified_requests
 from cacheprobe.views.text import counted, text_of, token_label, visible
 
 SETTLED_NATS, CONTESTED_NATS = 2.0, 0.5

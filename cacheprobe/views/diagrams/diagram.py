@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
+from cacheprobe.analysis.windows import Window, verified_requests
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.frame import Markup, Panel, legend, panels_alone
 from cacheprobe.views.diagrams.panels import (
@@ -14,7 +15,6 @@ from cacheprobe.views.diagrams.panels import (
     token_tip,
     verify_panel,
 )
-from cacheprobe.views.diagrams.windows import Window, verified_requests
 from cacheprobe.views.text import counted, text_of
 
 _SWATCHES = (

@@ -2,12 +2,18 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from html import unescape
+from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+import pandas as pd
+
+from cacheprobe.core.files import write_whole
 from cacheprobe.views.diagrams import svg
+from cacheprobe.views.images import kind_of, page_image, svg_image
 from cacheprobe.views.style import DIAGRAM_CSS, PICTURE_CSS, SANS
 from cacheprobe.views.text import columns_of, markup
 
@@ -25,7 +31,10 @@ class Markup(str):
     legend: str = ""
     """HTML of the legend; "" if it is part of the body."""
     draw: Callable[[], "Drawing"] | None = None
-    """Returns the picture as an SVG file, with title, note and legend; None for a picture that is not SVG alone."""
+    """Returns the picture as an SVG file, with title, note and legend; None for a picture that is not SVG alone, or
+    whose SVG file `drawing` makes of its parts."""
+    data: "Mapping[str, pd.DataFrame | tuple[pd.DataFrame, ...]]" = MappingProxyType({})
+    """Tables that the picture was drawn from, by the name of the function's argument."""
 
     @classmethod
     def of(
@@ -43,12 +52,51 @@ class Markup(str):
         """HTML of title, note, body and legend, for a page that already has the styles."""
         return f"<h2>{markup(self.finding)}</h2>{_note_html(self.note)}{self.body}{self.legend}"
 
+    def drawing(self) -> "Drawing | None":
+        """Returns the picture as an SVG file; None for a picture that is not one SVG with a legend, such as a card."""
+        if self.draw is not None:
+            return self.draw()
+        found = _ONE_SVG.fullmatch(self.body)
+        keys = [(drawn, unescape(meaning)) for drawn, meaning in _KEY.findall(self.legend)]
+        return None if found is None else picture_alone(self.finding, found[1], keys, self.note)
+
+    def write_html(self, file: "str | Path") -> Path:
+        """Writes the picture to an HTML page that needs no other file, and returns the path."""
+        return write_whole(Path(file), lambda beside: beside.write_text(self._page(), encoding="utf-8"))
+
+    def write_image(self, file: "str | Path", format: str | None = None) -> Path:
+        """Writes the picture to a PNG, PDF or SVG file on a white ground, and returns the path. format: by default the
+        ending of `file`.
+
+        Raises: ValueError for another format, and for the SVG of a picture that is HTML; ImageError if there is no
+        browser to draw with, which an SVG file does not need.
+        """
+        kind, drawing = kind_of(file, format), self.drawing()
+        if drawing is None and kind == "svg":
+            raise ValueError(f"{self.finding!r:.60} is HTML, and no SVG; write .png, .pdf, or .html with write_html")
+        if drawing is None:
+            content = page_image(self._page(), kind)
+        else:
+            content = drawing.markup.encode() if kind == "svg" else svg_image(*drawing, kind)
+        return write_whole(Path(file), lambda beside: beside.write_bytes(content))
+
+    def _page(self) -> str:
+        """Returns the picture as a whole page of HTML."""
+        head = f'<meta charset="utf-8"><title>{markup(self.finding)}</title>'
+        return f'<!doctype html><html lang="en"><head>{head}</head><body>{self}</body></html>'
+
     def _repr_html_(self) -> str:
         return str(self)
 
     def __repr__(self) -> str:
         """Returns a short text instead of the HTML, because a notebook stores this text beside the picture."""
         return f"Markup({self.finding!r}, {len(self)} characters of HTML)"
+
+
+_ONE_SVG = re.compile(r"(?:<div class=['\"]scroll['\"]>)?(<svg (?:(?!<svg ).)*</svg>)(?:</div>)?", re.DOTALL)
+"""The body of a picture that is one SVG."""
+_KEY = re.compile(r'<li><svg viewBox="0 0 26 18" aria-hidden="true">(.*?)</svg>(.*?)</li>', re.DOTALL)
+"""One entry of a `legend`."""
 
 
 def _note_html(note: str) -> str:
@@ -82,6 +130,8 @@ class Panel(NamedTuple):
 
 
 _MARGIN, _HEAD, _LINE = 16, 44, 18
+_LEAST = 480
+"""Least width in pixels of a picture in an SVG file: title and legend need it."""
 _LETTER = 7.0
 """Average width of a letter at 13 px, in pixels."""
 _DARK = re.compile(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}")
@@ -128,6 +178,7 @@ def picture_alone(title: str, picture: str, keys: Sequence[tuple[str, str]], not
     note: HTML.
     """
     width, height = _size_of(picture)
+    width = max(width, _LEAST)
     title_lines, note_lines = _wrapped(title, width / 1.35), _wrapped(_without_tags(note), width) if note else []
     top = _HEAD + 24 * (len(title_lines) - 1)
     y = top + height + 20

@@ -9,6 +9,7 @@ import pandas as pd
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
+from cacheprobe.trace.tables.draft_verdicts import drafter_layers
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.frame import Drawing, Markup, legend, picture_alone
 from cacheprobe.views.style import SHADES
@@ -31,6 +32,8 @@ NOT_COMPARED = "not compared with a committed token"
 """Text of the legend for grey cells: the row was rolled back or abandoned, or no next token was committed."""
 BELOW = "position, token read → token to predict, the one committed next"
 """Text that explains the lines below a column of the grid, which `column_label` makes."""
+DRAFTER_LAYER = " ▸ The drafter’s layer: the draft token is first there by construction."
+"""Sentence that explains the mark before the number of the layer at which an early-exit drafter drafts."""
 FLOOR_NATS = -12.0
 """Log-probabilities below this value, in nats, share one colour."""
 _RANKS = (0, 9, 99, 999, 9999)
@@ -220,7 +223,9 @@ def grid_of(
     for cell in rows[_READ].assign(shade=shades, agrees=agrees).sort_values("layer").itertuples():
         cells_of_row.setdefault(cell.row, []).append(cell)
     every = 1 if len(layers) <= 16 else 2
-    names = [("layer", _TOP - 1), *((str(layer), heights[layer] + 13) for layer in layers[::every])]
+    of_drafter = drafter_layers(readings[readings.request_id == request_id])
+    named = sorted({*layers[::every], *of_drafter})
+    names = [("layer", _TOP - 1), *((f"{'▸' * (n in of_drafter)}{n}", heights[n] + 13) for n in named)]
     names += [("position", height + 19), ("read", height + 34), ("→ next", height + 49)]
     parts = [svg.text(LABEL_WIDTH - 6, y, name, "small muted", "end") for name, y in names]
     for i, column in enumerate(columns[_ABOUT].itertuples()):
@@ -231,6 +236,7 @@ def grid_of(
         f"{site_label(str(rows.site.iloc[0]))} of every layer through the "
         f"{markup(str(rows.lens.iloc[0]))} lens, rows that read positions {rows.position.min()} to "
         f"{rows.position.max()}. A cell names the layer's first choice for the next position. Below a column: {BELOW}."
+        f"{DRAFTER_LAYER * bool(of_drafter)}"
     )
     if title is None:
         title = finding(readings[readings.request_id == request_id], request_id)

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
+from cacheprobe.analysis.windows import Window
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.cache import CACHE_HEIGHT, cylinder_strokes
 from cacheprobe.views.diagrams.frame import Panel
-from cacheprobe.views.diagrams.windows import Window
 from cacheprobe.views.text import counted, markup, subscript, text_of, token_label
 
 WIDTH = 280

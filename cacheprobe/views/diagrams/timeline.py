@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
+from cacheprobe.analysis.windows import verified_requests
 from cacheprobe.core.values import TableLine
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.frame import Markup, legend
-from cacheprobe.views.diagrams.windows import verified_requests
 
 LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
 """Pixels: width of the requests' names, and least and largest width of a step."""

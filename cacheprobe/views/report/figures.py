@@ -7,6 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from cacheprobe.analysis.measures import lens_readings, prediction_depth
+from cacheprobe.analysis.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.core.files import write_whole
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.terminal import Progress
@@ -14,7 +15,6 @@ from cacheprobe.views.curves import draft_verdicts, prediction_depth_figure
 from cacheprobe.views.diagrams.diagram import decoded_diagram, window_diagram
 from cacheprobe.views.diagrams.frame import Drawing, Markup
 from cacheprobe.views.diagrams.lens_grid import grid_of
-from cacheprobe.views.diagrams.windows import accepted_whole, find_windows, pick_request, rolled_back
 from cacheprobe.views.images import FORMATS, image, require_browser, svg_image
 from cacheprobe.views.text import token_texts
 from cacheprobe.views.thoughts.columns import story_of

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from cacheprobe.analysis.measures import agreement, lens_readings
+from cacheprobe.analysis.windows import Window, find_windows, verified_requests
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.terminal import Listing
 from cacheprobe.trace.manifest import UNREAD
 from cacheprobe.trace.tables.draft_verdicts import verified_drafts
-from cacheprobe.views.diagrams.windows import Window, find_windows, verified_requests
 from cacheprobe.views.text import columns_of, plain, shorten, text_of, token_texts, visible
 from cacheprobe.views.thoughts.columns import story_of
 from cacheprobe.views.thoughts.picture import THOUGHT_COLUMNS, thought_lines

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from cacheprobe.analysis.measures import lens_readings
+from cacheprobe.analysis.windows import find_windows
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.trace.tables.draft_verdicts import verified_drafts
-from cacheprobe.views.diagrams.windows import find_windows
 from cacheprobe.views.report.figures import MOST_POSITIONS, report_grids, report_windows
 from cacheprobe.views.report.page import Link, block, link, table
 from cacheprobe.views.report.request_text import text_parts, text_piece

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import pandas as pd
 
+from cacheprobe.analysis.windows import Window
 from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.token_history import standing_at, tokens_with_texts
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, span
@@ -21,7 +22,6 @@ from cacheprobe.views.diagrams.timeline import (
     ZOOMED_PITCH,
     timeline_picture,
 )
-from cacheprobe.views.diagrams.windows import Window
 
 MOST_TOKENS = 40
 MOST_ZOOMED = 240
@@ -252,7 +252,7 @@ class VerifyWindow(_AtWindow):
             return [
                 *code,
                 f"table = table[table.step.isin({self._steps})]",
-                f"windows = cp.plots.find_windows(events, {request})",
+                f"windows = cp.analysis.find_windows(events, {request})",
                 f"window = next(window for window in windows if window.step == {window.step})",
                 f"ledgers = [trace.ledger({request}, step) for step in window.ledger_steps]",
                 "cp.plots.window_diagram(window, events, ledgers, trace.token_texts, "
