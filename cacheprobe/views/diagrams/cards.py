@@ -2,6 +2,7 @@
 Thinking States model (chunk state, thought, norm)."""
 
 from collections.abc import Mapping, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 import pandas as pd
@@ -168,7 +169,7 @@ def _head_table(table: pd.DataFrame, first_layer: int, token_texts: Mapping[int,
     )
 
 
-def _cells(line: TableLine, about: str, marked: "int | None", token_texts: Mapping[int, str]) -> str:
+def _cells(line: TableLine, about: str, marked: SupportsIndex | None, token_texts: Mapping[int, str]) -> str:
     """Returns HTML of the cells of a reading: its most likely tokens, the likeliest first. about: first line of their
     hover text.  marked: the token with a green frame; None or null for none."""
     cells = []
