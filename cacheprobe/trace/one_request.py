@@ -1,18 +1,15 @@
 """Defines `RequestTrace`, the part of a Trace that belongs to one request, and how a Trace is indexed."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import SupportsIndex
 
 import pandas as pd
-from torch import Tensor
 
 from cacheprobe.core.records import Request
 from cacheprobe.core.tokens import visible
+from cacheprobe.trace.data import TraceData
 from cacheprobe.trace.tables.hypotheses import hypotheses_of
 from cacheprobe.trace.tables.rejected import rejected_of
-
-if TYPE_CHECKING:
-    from cacheprobe.trace.trace import Trace
 
 _COLUMNS = 32
 """Most characters of the prompt, and of the generated text, in a repr."""
@@ -23,7 +20,8 @@ class RequestTrace:
     """Holds one request of a Trace: `trace[2]` and each item of `for request in trace`. Its tables have the columns of
     the Trace's methods of the same names, and only the lines of this request."""
 
-    trace: "Trace"
+    trace: TraceData
+    """The whole Trace."""
     request_id: int
 
     @property
@@ -45,12 +43,12 @@ class RequestTrace:
     @property
     def tokens(self) -> list[int]:
         """Token ids that the request generated, without its prompt."""
-        return self.trace.committed(self.request_id)
+        return list(self.trace.tokens[self.request_id])
 
     @property
     def text(self) -> str:
         """Text that the request generated, without its prompt."""
-        return self.trace.text(self.request_id)
+        return self.trace.texts[self.request_id]
 
     @property
     def finish(self) -> str | None:
@@ -73,18 +71,6 @@ class RequestTrace:
         """Returns the request's lines of `Trace.rejected`."""
         return rejected_of(self.trace, self.request_id)
 
-    def logprobs(self) -> list[float]:
-        """Returns the log-probability, in nats, of each generated token."""
-        return self.trace.logprobs(self.request_id)
-
-    def ledger(self, step: SupportsIndex | None = None) -> pd.DataFrame:
-        """Returns the cached slots of the request after `step`, as `Trace.ledger`."""
-        return self.trace.ledger(self.request_id, step)
-
-    def states(self, site: str, layer: SupportsIndex) -> Tensor:
-        """Returns the states [n, m] of the request's n committed rows, as `Trace.states`."""
-        return self.trace.states(site, layer, self.request_id)
-
     def __repr__(self) -> str:
         prompt = self.prompt
         begin = _cut(prompt) if isinstance(prompt, str) else f"{len(prompt)} token ids"
@@ -100,7 +86,7 @@ def _cut(text: str) -> str:
     return f"'{shown if len(shown) <= _COLUMNS else shown[: _COLUMNS - 1] + '…'}'"
 
 
-def chosen_requests(trace: "Trace", index: "SupportsIndex | slice") -> "RequestTrace | list[RequestTrace]":
+def chosen_requests(trace: TraceData, index: "SupportsIndex | slice") -> "RequestTrace | list[RequestTrace]":
     """Returns the request with this number, or the list of a slice of the requests; negative numbers count from the
     last. Raises: IndexError for a request that the trace does not have."""
     numbers = [one.request_id for one in trace.requests]

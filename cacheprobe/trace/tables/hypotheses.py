@@ -65,9 +65,9 @@ def _judged(trace: "TraceData") -> pd.DataFrame:
     if trace.hypothesis_table is not None:
         lengths = {request.request_id: request.num_prompt_tokens for request in trace.requests}
         return with_verdicts(trace.hypothesis_table, trace.row_table, trace.event_table, lengths, trace.token_texts)
-    has_states = trace.reading_of_states is not None and "S" in trace.store.sites
-    if has_states and trace.model is not None and not trace.is_unread:
-        return trace.reading_of_states(trace)
+    read = trace.reading_of_states if "S" in trace.store.sites and not trace.is_unread else None
+    if read is not None and trace.model is not None:
+        return read(trace)
     trace.require_there("Z")
     if trace.is_unread:
         raise ValueError(UNREAD)
@@ -75,7 +75,7 @@ def _judged(trace: "TraceData") -> pd.DataFrame:
     if "Z" in capture["sites"]:
         filters = f"positions={capture['positions']}, phases={capture['phases']}"
         raise ValueError(f"the capture filters {filters} kept no row that predicts a generated token; widen them")
-    if has_states:
+    if read is not None:
         raise ValueError(
             "this run read no lens, but kept S: hypotheses() reads it with the run's model, from "
             f"cp.load_trace(dir, cp.load_model({trace.fingerprint['model']!r}))"
