@@ -17,6 +17,7 @@ from cacheprobe.views.overview.figures import acceptance_by_request, overview_pi
 from cacheprobe.views.overview.selection import COLUMNS, RANGES, TokenSelection
 from cacheprobe.views.overview.table import token_list
 from tests.dashboard.growing_run import begun, go_on, part_each_round
+from tests.models.heads.tiny_head import TinyHeadDrafter
 from tests.plots.test_views import hostile
 from tests.tiny import PROMPTS, SMALL, loaded
 
@@ -201,6 +202,15 @@ def test_what_a_run_lacks_is_said(tmp_path: Path) -> None:
     assert summary.count("This run has no lens readings") == 2 and "No draft token was verified" in summary
     assert "recorded no lens readings (Z)" in tokens and "entropy, nats, least" not in tokens
     assert len(listed(run_list)) == 20 and "log-probability, nats, least" in tokens
+
+
+def test_a_drafter_without_a_layer_is_said(tmp_path: Path) -> None:
+    trace = cp.run(loaded(), PROMPTS, **{**SETTINGS, "drafter": TinyHeadDrafter(), "draft_length": 3})
+    trace.save(tmp_path / "run")
+    run_list, table = RunList.of([tmp_path / "run"]), cp.analysis.token_table(trace)
+    assert "none has “drafter’s layer”" in TokenList(run_list, {"run": 0}).draw()
+    assert listed(run_list, asked="drafter") == listed(run_list, asked="otherwise") == []
+    assert table.chain_step.max() == 3 and "drafts end at layer" not in RunSummary(run_list, {"run": 0}).draw()
 
 
 def test_a_growing_run_has_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

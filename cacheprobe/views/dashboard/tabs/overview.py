@@ -157,7 +157,8 @@ def _note(tables: RunTables) -> str:
     """Returns a sentence, as HTML, on what the run lacks, and on how to open a token."""
     says = "Every committed token, and every rejected draft token. A click or Enter opens a line."
     if tables.run.has_readings:
-        return says
+        has_layer = tables.tokens.lines.first_at_drafter_layer.notna().any()
+        return says if has_layer else f"{says} No draft ended at a layer that was read, so none has “drafter’s layer”."
     why = 'read no lens yet (<code>lens="later"</code>)' if tables.run.is_unread else "recorded no lens readings (Z)"
     return f"{says} This run {why}: what layers predicted is not known."
 
