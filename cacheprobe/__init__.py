@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cacheprobe import views as plots
     from cacheprobe.analysis.replay import Replay
     from cacheprobe.api import estimate, kv_snapshot, load_trace, reference, resume, run, stream, verify
-    from cacheprobe.core.config import CaptureConfig
+    from cacheprobe.core.config import CaptureConfig, capture_module
     from cacheprobe.core.records import Request, SamplingParams
     from cacheprobe.core.registry import register
     from cacheprobe.edits import interventions, patching
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "cacheprobe.analysis.replay": "Replay",
     "cacheprobe.api": "estimate kv_snapshot load_trace reference resume run stream verify",
-    "cacheprobe.core.config": "CaptureConfig",
+    "cacheprobe.core.config": "CaptureConfig capture_module",
     "cacheprobe.core.records": "Request SamplingParams",
     "cacheprobe.core.registry": "register",
     "cacheprobe.edits.gradients": "Gradients gradients",
@@ -73,8 +73,8 @@ _MODULES = {
 __all__ = [  # noqa: RUF022
     "load_model", "run", "resume", "estimate", "draft_costs", "stream", "reference", "verify", "load_trace",
     "kv_snapshot", "diff_rows", "sweep", "load_sweep", "import_generate", "import_vllm", "replay", "gradients",
-    "Request", "Chat", "SamplingParams", "CaptureConfig", "Trace", "Interrupted", "Stream", "Piece", "KVSnapshot",
-    "Replay", "Gradients", "GradientText", "Sweep", "SweepReport", "CachedLM", "register",
+    "Request", "Chat", "SamplingParams", "CaptureConfig", "capture_module", "Trace", "Interrupted", "Stream", "Piece",
+    "KVSnapshot", "Replay", "Gradients", "GradientText", "Sweep", "SweepReport", "CachedLM", "register",
     "analysis", "tasks", "drafters", "interventions", "lenses", "patching", "plots", "probes",
 ]  # fmt: skip
 

@@ -250,7 +250,8 @@ def _replays(
     sampled, length = config.sampled(text), config.draft_length
     if isinstance(drafter, EarlyExit):
         assert readings is not None
-        lens = str(readings.lens.iloc[0])
+        # no row of a request of one token reads a generated one
+        lens = str(readings.lens.iloc[0]) if len(readings) else drafter.lens.name
         exits = exit_of(text, readings, drafter.layer, _last_layer(trace), sampled)
         for window in windows:
             passes = replay_passes(text, exits, window, length)

@@ -302,6 +302,12 @@ class CaptureConfig(KnownKeywords):
         return self.reads_lens and (self.prompt_hypotheses or position >= num_prompt_tokens - 1)
 
 
+def capture_module(*names: str) -> CaptureConfig:
+    """Returns a CaptureConfig that keeps what these modules compute, and no site. names: as in
+    `CaptureConfig.modules`."""
+    return CaptureConfig(None, modules=names)
+
+
 def resolve_layers(layers: object, n_layers: int) -> tuple[int, ...]:
     """Returns, as a sorted tuple, the layer numbers that `layers` means: a number, a list of numbers, or "all" or None
     for every layer.

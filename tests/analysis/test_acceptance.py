@@ -100,6 +100,16 @@ def test_counts_equal_the_slow_walk_and_the_tables_agree(stored: cp.Trace) -> No
     assert len(by["pass"]) == table.passes.sum() and (by["pass"].probability == 1).all()
 
 
+def test_a_request_of_one_token_has_no_pass(stored: cp.Trace) -> None:
+    """No row of it reads a generated token, so it has no reading to replay."""
+    requests = [cp.Request(PROMPTS[0], cp.SamplingParams(max_new_tokens=1)), cp.Request(PROMPTS[1])]
+    trace = cp.run(loaded(), requests, **SETTINGS, capture="Z")
+    table = cp.analysis.acceptance(trace, EarlyExit(layer=1), windows=4, progress=False)
+    assert table.request_id.tolist() == [0, 1] and table.passes.tolist()[0] == 0
+    of_stored = cp.analysis.acceptance(stored, EarlyExit(layer=1), windows=4, progress=False)
+    assert table.passes.tolist()[1] == of_stored.passes.tolist()[1]
+
+
 def test_sampled_requests_are_drawn_with_their_own_noise() -> None:
     """With every token recorded, the drafts at the run's temperature are those of a real run."""
     sampling = cp.SamplingParams(temperature=0.8)

@@ -126,7 +126,7 @@ def test_queries_after_the_rotation(family: str) -> None:
         return rotated_queries(hf_model(family), layers[name], text)
 
     assert [*layers.values()] == [1, 2] and require_equal(trace, right) > 5
-    point = cp.CaptureConfig(None, modules=["blocks.1.attn.hook_rot_q"])
+    point = cp.capture_module("blocks.1.attn.hook_rot_q")
     bridged = cp.run(loaded(family), PROMPTS[:2], **LONG, capture=point, drafter=EXIT)
     assert bridged.meta["path_reason"] == "bridge: blocks.1.attn.hook_rot_q is a hook point of TransformerLens"
     layers = bridged.store.modules
