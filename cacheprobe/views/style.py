@@ -226,19 +226,43 @@ _COLOURS_CSS = (
 )
 PAGE_CSS = _rules("page")
 
+LEAST_CONTRAST = 4.5
+"""Smallest contrast of a text to what is behind it (WCAG 2.1, level AA)."""
 SHADES = 20
 """Number of violet shades, from weakest to strongest, of cells drawn without plotly: CSS classes v0 to v19."""
 
 
+def contrast(one: tuple[float, float, float], other: tuple[float, float, float]) -> float:
+    """Returns the contrast of two colours, 1 to 21. one, other: red, green and blue, 0 to 1. Source: WCAG 2.1,
+    "contrast ratio"."""
+    lights = []
+    for colour in (one, other):
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour)
+        lights.append(0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
+    return max(lights) / min(lights)
+
+
+def _rgb(colour: str) -> tuple[float, float, float]:
+    """Returns red, green and blue, 0 to 1, of a colour such as "#1b2027" or "rgb(27, 32, 39)"."""
+    is_hex = colour.startswith("#")
+    red, green, blue = (
+        int(part, 16 if is_hex else 10) for part in re.findall("[0-9a-f]{2}" if is_hex else r"\d+", colour)
+    )
+    return red / 255, green / 255, blue / 255
+
+
 def _shade_rules(page: str, *, dark: bool) -> str:
-    shades = enumerate(sample_colorscale(_SCALES[dark], SHADES))
-    return "".join(f"{page}.cp .v{i} rect{{fill:{colour}}}" for i, colour in shades)
+    """Returns CSS rules of the shades and of the texts on them: the colour of other texts, or black or white where that
+    has too little contrast."""
+    texts = (_DARK if dark else _LIGHT)["ink"], "#ffffff", "#050607"
+    rules = []
+    for i, shade in enumerate(map(str, sample_colorscale(_SCALES[dark], SHADES))):
+        text = next(text for text in texts if contrast(_rgb(text), _rgb(shade)) >= LEAST_CONTRAST)
+        rules.append(f"{page}.cp .v{i} rect{{fill:{shade}}}{page}.cp svg .v{i} text{{fill:{text}}}")
+    return "".join(rules)
 
 
-_DARKER_HALF = "".join(f".cp svg .v{i} text{{fill:var(--paper)}}" for i in range(SHADES * 11 // 20, SHADES))
-SHADE_CSS = (
-    f"{_shade_rules('', dark=False)}@media (prefers-color-scheme:dark){{{_shade_rules('', dark=True)}}}{_DARKER_HALF}"
-)
+SHADE_CSS = f"{_shade_rules('', dark=False)}@media (prefers-color-scheme:dark){{{_shade_rules('', dark=True)}}}"
 """CSS rules of the classes v0 to v19, light or dark as the browser prefers."""
 DIAGRAM_CSS = _COLOURS_CSS + _rules("diagram") + SHADE_CSS + _rules("grid") + _rules("thoughts")
 """CSS rules of all pictures in SVG."""
