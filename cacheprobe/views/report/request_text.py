@@ -187,12 +187,15 @@ def text_piece(
     if places.start == 0:
         blocks += _prompt(parts, between)
     for token in shown.itertuples():
-        drafts = parts.rejected.get(int(token.place), [])
-        html = _token(token, text_of(texts, int(token.token_id)), shares, says, parts)
+        drafts, thought = parts.rejected.get(int(token.place), []), parts.thoughts.get(int(token.position) + 1, "")
+        text = text_of(texts, int(token.token_id))
+        html = _token(token, _in_frame(text) if drafts or thought else _in_line(text), text, shares, says, parts)
         if drafts:
             above = "".join(_draft(d, step, token, texts, says, request) for d, step in drafts)
             html = f"<ruby>{html}<rt>{above}</rt></ruby>"
-        blocks.append((html, parts.thoughts.get(int(token.position) + 1, "")))
+        blocks.append((html, thought))
+        if (drafts or thought) and "⏎" in text:
+            blocks.append(("\n", ""))
     prose = between.join(
         f'<ruby class="thought">{html}<rt>{markup(token_label(thought, _ABOVE))}</rt></ruby>' if thought else html
         for html, thought in blocks
@@ -212,13 +215,28 @@ def _prompt(parts: TextParts, between: str) -> list[tuple[str, str]]:
         piece.append(_plain(text))
         thought = parts.thoughts.get(position, "")
         if thought or position == len(parts.prompt) - 1:
-            pieces.append((f'<span class="asked">{markup(between.join(piece))}</span>', thought))
+            said = between.join(piece)
+            pieces.append((f'<span class="asked">{markup(_in_frame(said) if thought else said)}</span>', thought))
             piece = []
     return pieces
 
 
 def _plain(text: str) -> str:
     return text.replace("␣", " ").replace("⏎", "\n")
+
+
+def _in_line(text: str) -> str:
+    """Returns the text of a generated token as it stands in line: spaces as they are, and a sign before a newline."""
+    return text.replace("␣", " ").replace("⏎", "⏎\n")
+
+
+def _in_frame(text: str) -> str:
+    """Returns the text of tokens that have a wider text above or below them. The browser adds blanks at both ends, so
+    spaces there become signs."""
+    text = text.replace("␣", " ")
+    inner = text.strip(" ")
+    start = len(text) - len(text.lstrip(" "))
+    return "␣" * start + inner + "␣" * (len(text) - start - len(inner))
 
 
 def _finding(parts: TextParts) -> str:
@@ -246,8 +264,10 @@ def _strongest(tokens: pd.DataFrame, measure: str) -> float:
     return min(float(values.min()), -1.0) if measure == "logprob" else float(values.max(initial=0.0))
 
 
-def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says: str, parts: TextParts) -> str:
-    """Returns HTML of one generated token. token: a line of `token_measures`."""
+def _token(
+    token: TableLine, shown: str, text: str, shares: Mapping[int, float] | None, says: str, parts: TextParts
+) -> str:
+    """Returns HTML of one generated token. token: a line of `token_measures`.  shown: its text in the picture."""
     place, outcome = int(token.place), str(token.outcome)
     note = parts.noted.get(int(token.position) + 1)
     tip = f"request {parts.request_id}, generated token {place + 1} ({visible(text)}), "
@@ -268,7 +288,7 @@ def _token(token: TableLine, text: str, shares: Mapping[int, float] | None, says
     if shares is not None and place in shares:
         kind += f' style="--p:{shares[place]:.2f}"'
     kind += f' data-step="{int(token.decided_step)}"'
-    return f'<span {kind} data-position="{int(token.position)}" {says}="{markup(tip)}">{markup(_plain(text))}</span>'
+    return f'<span {kind} data-position="{int(token.position)}" {says}="{markup(tip)}">{markup(shown)}</span>'
 
 
 def _draft(token_id: int, step: int, token: TableLine, texts: Mapping[int, str], says: str, request: int) -> str:
@@ -290,5 +310,5 @@ def _legend(tokens: pd.DataFrame, measure: str, lens: str) -> str:
         name = _NAMES[measure] + f", {lens} lens" * (measure in ("depth", "entropy", "logprob"))
         return f'<ul class="legend"><li>{markup(name)}: {low} <span class="ramp">{scale}</span> {high}</li></ul>'
     listed = "".join(f'<li><i class="{kind}">abc</i> {words}</li>' for kind, words in _LEGEND)
-    gone = "<li><del>abc</del> rejected draft, above the token that replaced it</li>"
+    gone = "<li><del>abc</del> rejected draft, above the token that replaced it, in a frame (␣: space)</li>"
     return f'<ul class="legend">{listed}{gone}</ul>'
