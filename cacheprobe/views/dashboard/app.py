@@ -24,7 +24,7 @@ from cacheprobe.views.dashboard.tabs import VIEWS
 from cacheprobe.views.dashboard.tabs.lens import RowCard
 from cacheprobe.views.dashboard.tabs.notes import write_note
 from cacheprobe.views.dashboard.tabs.rejected import walk
-from cacheprobe.views.dashboard.tabs.replay import overview
+from cacheprobe.views.dashboard.tabs.replay import map_of_run, overview
 from cacheprobe.views.dashboard.tabs.text import range_view
 from cacheprobe.views.dashboard.view import csv_text
 
@@ -37,8 +37,8 @@ question inside of one that exports a view has lists of two numbers."""
 MOST_KEPT = 64
 """Largest number of kept answers; most have less than 0.5 MB."""
 KEPT = frozenset(
-    "story summary tokens overview timeline decode cache window card insight text range grid gave rejected thoughts "
-    "compare".split()
+    "story summary tokens overview map timeline decode cache window card insight text range grid gave rejected "
+    "thoughts compare".split()
 )
 """Views whose answer is decided by the question alone, for a run that does not grow and the readings that it recorded.
 What a lens reads now depends on files, which may change."""
@@ -164,6 +164,7 @@ def views_of(run_list: RunList) -> Views:
     """Returns a dict from the name of each of the page's questions to the function that answers it."""
     answering: dict[str, Callable[[RunList, PageQuestion], str | PageAnswer]] = {
         "facts": facts.run_facts, "growth": facts.growth, "story": facts.request_story, "overview": overview,
+        "map": map_of_run,
         "walk": walk, "range": range_view, "export": export, "insight": lambda *asked: RowCard(*asked).sentence(),
     }  # fmt: skip
     answering |= {name: lambda *asked, view=view: view(*asked).draw() for name, view in VIEWS.items()}

@@ -88,6 +88,7 @@ def layout(run_list: RunList) -> Element:
         html.Div([_transport(), _tabs()], className="stays"),
         html.Main(tabs),
         html.Div(id="tip", hidden=True),
+        html.Div(id="busy", role="status", hidden=True),
         html.Div(id="zoom-mark", hidden=True),
         html.Dialog(id="keys", **{"aria-label": "keys and words"}),  # assets/keys.js fills and opens it
         _export_dialog(),
@@ -153,13 +154,13 @@ def _transport() -> Element:
         id="step", min=0, max=1, step=1, value=0, marks=None, updatemode="drag", allow_direct_input=False,
         tooltip={"placement": "bottom", "always_visible": False},
     )  # fmt: skip
-    parts = [
+    bar = [
         html.Div(buttons, className="buttons"),
         html.Div(slider, className="slide"),
         html.Div(id="overview-view"),
         html.Div(id="now", role="status"),
-        html.Div(id="insight-view", role="status"),
     ]
+    parts = [html.Div(bar, className="bar"), html.Div(id="insight-view", role="status")]
     return html.Section(parts, id="transport", className="transport", **{"aria-label": "replay"})
 
 
@@ -204,7 +205,8 @@ def _replay_cards() -> list[Element]:
         "feature": "feature of a dictionary", "difference": "difference from the other engine",
     }  # fmt: skip
     menu = html.Div(_menu("measure", "colour of the text", _options(measures)), className="menus")
-    text = _card("text", [html.Div(id="range-view", role="status"), menu])
+    lens = html.P(id="text-lens", className="note", hidden=True)
+    text = _card("text", [html.Div(id="range-view", role="status"), lens, menu])
     tools = [
         _button("Leave zoom", id="timeline-whole", hidden=True, data_zoom="0"),
         _button("−", "icon", title="zoom out (-)", data_zoom="-1"),
@@ -215,8 +217,21 @@ def _replay_cards() -> list[Element]:
         html.Div([text, _lens_card()], className="stack"),
         html.Div([_card("card", below_card), _card("cache")], className="stack"),
     ]
-    timeline = _card("timeline", [html.Div(tools, id="timeline-tools")])
+    timeline = _card("timeline", [_map(), html.Div(tools, id="timeline-tools")])
     return [html.Div(stacks, className="grid"), timeline, _card("decode"), _card("window"), _card("notes")]
+
+
+def _map() -> Element:
+    """Returns the map of the whole run, below the timeline, and the buttons to other pages of requests."""
+    ways = {"«": ("first requests", -(10**6)), "‹": ("requests above", -1), "›": ("requests below", 1)}
+    ways["»"] = ("last requests", 10**6)
+    turns = [html.Span(id="timeline-page", role="status")]
+    turns += [
+        _button(sign, "icon", title=name, data_intent="turn", data_by=str(by)) for sign, (name, by) in ways.items()
+    ]
+    says = "All requests and steps; framed: those above. Pale: accepted; strong: rolled back. Click to go there."
+    parts = [html.Div(id="map-view"), html.P(says, className="note"), html.Div(turns, className="turns")]
+    return html.Div(parts, id="timeline-map", hidden=True)
 
 
 def _lens_card() -> Element:

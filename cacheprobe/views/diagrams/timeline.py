@@ -8,6 +8,7 @@ from cacheprobe.analysis.windows import verified_requests
 from cacheprobe.core.values import TableLine
 from cacheprobe.views.diagrams import svg
 from cacheprobe.views.diagrams.frame import Markup, legend
+from cacheprobe.views.text import runs_of
 
 LABEL_WIDTH, PITCH, WIDEST = 86, 18, 30
 """Pixels: width of the requests' names, and least and largest width of a step."""
@@ -17,9 +18,11 @@ _DETAILED = 10
 """Least width of a step in pixels at which its cells have textures and hover texts."""
 MOST_STEPS, MOST_REQUESTS = 80, 16
 """Largest numbers of steps and of requests in one picture."""
-_ROW, _TOP, _CELL = 30, 30, 24
-_OWN = 8
-"""Height in pixels of the part of a cell that shows the verifier's own token."""
+_TOP, _ROW, _LOW_ROW, _GAP = 30, 30, 23, 6
+"""Pixels: height of the steps' numbers, of a line of few requests and of one of many, and between two cells."""
+_FEW_REQUESTS = 8
+_OWN = 1 / 3
+"""Share of a cell's height that shows the verifier's own token."""
 
 TIMELINE_LEGEND = (
     ("blue", "ruled-blue", "prefill"),
@@ -31,6 +34,8 @@ TIMELINE_LEGEND = (
     ("grey", "ruled-grey", "other request, never verified: prefill"),
     ("grey", "dotted-grey", "other request, never verified: decode"),
 )
+_THIN = '<path d="M10 2v14" class="thin red-stroke"/>'
+"""SVG of rolled-back tokens in the legend of narrow steps: a thin line, for readers without colour vision."""
 _RARE = {"verified", "ruled-grey", "dotted-grey"}
 """Textures that the legend explains only if the picture has them."""
 
@@ -126,8 +131,9 @@ def timeline_picture(
         description = f"Requests {requests[0]} to {requests[-1]} of {num_requests}, "
     is_whole = steps.start <= first and steps.stop > last
     description += "all steps." if is_whole else f"steps {steps.start} to {steps.stop - 1} of {last}."
+    is_narrow = pitch < _DETAILED
     keys = legend(
-        (svg.swatch(1, 2, colour, texture), meaning)
+        (_THIN if is_narrow and colour == "red" else svg.swatch(1, 2, colour, texture), meaning)
         for colour, texture, meaning in TIMELINE_LEGEND
         if texture not in _RARE or f"#cp-{texture})" in picture
     )
@@ -147,15 +153,16 @@ def _picture(
     """
     shown = events[events.step.isin(steps) & events.request_id.isin(list(requests))]
     with_verdict = verified_requests(events)
-    y_of_request = {request: _TOP + _ROW * i for i, request in enumerate(requests)}
+    row = _ROW if len(requests) <= _FEW_REQUESTS else _LOW_ROW
+    y_of_request = {request: _TOP + row * i for i, request in enumerate(requests)}
     is_narrow, every = pitch < _DETAILED, 5 * -(-PITCH // min(pitch, PITCH))
     cell = pitch - (1 if is_narrow else 2)
     width = LABEL_WIDTH + pitch * len(steps) + 4
-    height = _TOP + _ROW * len(requests) + 2
+    height = _TOP + row * len(requests) + 2
     parts = []
     for request, y in y_of_request.items():
-        rule = f'<path d="M{LABEL_WIDTH} {y + _ROW - 3}H{width - 4}" class="rule"/>'
-        parts.append(request_name(request, y, request == chosen, rule))
+        rule = f'<path d="M{LABEL_WIDTH} {y + row - 3}H{width - 4}" class="rule"/>'
+        parts.append(request_name(request, y - (_ROW - row) / 2, request == chosen, rule))
     for step in steps:
         has_room = step != steps.start or step % every == 0 or (-step) % every > every // 2
         if (step % every == 0 or step == steps.start) and has_room:
@@ -165,12 +172,12 @@ def _picture(
         x, y = LABEL_WIDTH + pitch * (event.step - steps.start), y_of_request[event.request_id]
         about = f'data-request="{event.request_id}" data-step="{event.step}"'
         is_other = event.request_id not in with_verdict
-        drawn = _cell(event, x, y, cell, is_other=is_other, is_narrow=is_narrow)
+        drawn = _cell(event, (x, y), (cell, row - _GAP), is_other=is_other, is_narrow=is_narrow)
         parts.append(f'<g class="pick" {about}>{drawn}</g>')
     x = LABEL_WIDTH + pitch * (0 if at is None else at - steps.start)
     hidden = "" if at in steps else ' style="display:none"'
     frame = f'<rect class="cursor" x="{x - 2:g}" y="{_TOP - 7}" width="{cell + 4:g}" '
-    frame += f'height="{_ROW * len(requests) + 4}" rx="5"{hidden}/>'
+    frame += f'height="{row * len(requests) + 4}" rx="5"{hidden}/>'
     label = f"Timeline of {len(requests)} requests, steps {steps.start} to {steps.stop - 1}"
     drawn = svg.picture(width, height, label, [*parts, frame], style=f"width:{width}px;max-width:none")
     facts = f'data-first="{steps.start}" data-last="{steps.stop - 1}" data-pitch="{pitch:g}" data-left="{LABEL_WIDTH}"'
@@ -201,16 +208,22 @@ def step_words(event: TableLine) -> str:
     return f"verify: {accepted} of {drafted} accepted" + (f", {rolled_back} rolled back" if rolled_back else "")
 
 
-def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool, is_narrow: bool) -> str:
+def _cell(
+    event: TableLine, place: tuple[float, float], size: tuple[float, float], *, is_other: bool, is_narrow: bool
+) -> str:
+    """Returns SVG of the cell of one pass. place, size: (x, y) and (width, height) in pixels."""
     tip = f"request {event.request_id}, step {event.step}; {step_words(event)}"
     if pd.notna(event.draft_start):
         first = int(event.draft_start)
         tip += f"; positions {first} to {first + len(event.target_token_ids) - 1}"
-    drawn = []
-    for height, colour, texture in _bands(event, is_other=is_other):
+    drawn, (x, y), (width, tall) = [], place, size
+    for share, colour, texture in _bands(event, is_other=is_other):
+        height = tall * share
         if not height:
             continue
-        if is_narrow:
+        if is_narrow and colour == "red":
+            drawn.append(f'<path d="M{x + width / 2:g} {y:g}v{height:g}" class="thin red-stroke"/>')
+        elif is_narrow:
             shape = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
             drawn.append(f'<rect {shape} class="box {colour}"/>')
         else:
@@ -220,18 +233,44 @@ def _cell(event: TableLine, x: float, y: float, width: float, *, is_other: bool,
 
 
 def _bands(event: TableLine, *, is_other: bool) -> list[tuple[float, str, str | None]]:
-    """Returns (height in pixels, colour, texture) of each part of the cell of one pass, from the top."""
+    """Returns (share of the height, colour, texture) of each part of the cell of one pass, from the top."""
     if event.phase == "prefill":
-        return [(_CELL, "grey", "ruled-grey") if is_other else (_CELL, "blue", "ruled-blue")]
+        return [(1, "grey", "ruled-grey") if is_other else (1, "blue", "ruled-blue")]
     if event.phase == "decode":
         is_draft = len(event.proposed_token_ids) > 0
-        return [(_CELL, "yellow", "provisional") if is_draft else (_CELL, "grey", "dotted-grey")]
+        return [(1, "yellow", "provisional") if is_draft else (1, "grey", "dotted-grey")]
     if pd.isna(event.num_accepted):
         is_filling = len(event.committed_token_ids) > 0
-        return [(_CELL, "grey", "dotted-grey") if is_filling else (_CELL, "green", "verified")]
+        return [(1, "grey", "dotted-grey") if is_filling else (1, "green", "verified")]
     drafted, accepted = len(event.draft_token_ids), int(event.num_accepted)
     if not drafted:
-        return [(_CELL, "green", "pending")]
-    own = _OWN if len(event.committed_token_ids) > accepted else 0
-    kept = (_CELL - own) * accepted / drafted
-    return [(own, "green", "pending"), (_CELL - own - kept, "red", "rolled-back"), (kept, "green", None)]
+        return [(1, "green", "pending")]
+    own = _OWN if len(event.committed_token_ids) > accepted else 0.0
+    kept = (1 - own) * accepted / drafted
+    return [(own, "green", "pending"), (1 - own - kept, "red", "rolled-back"), (kept, "green", None)]
+
+
+def run_map(events: pd.DataFrame, requests: Sequence[int], steps: range, most_parts: int) -> str:
+    """Returns SVG of a whole run as a small map: requests downwards, steps across, a point for each pass of a request.
+    Pale where tokens were accepted, strong where tokens were rolled back, grey for other passes.
+
+    requests, steps: all of the run, in the order of the map.  most_parts: the steps are cut into at most so many parts;
+    the attribute data-per-part says how many steps a part has. The frame of class "shown" is moved by the page.
+    """
+    per_part = max(-(-len(steps) // most_parts), 1)
+    lines = events.request_id.map({request: i for i, request in enumerate(requests)})
+    points = pd.DataFrame({"line": lines, "part": (events.step - steps.start) // per_part})
+    is_rolled_back = (events.num_rolled_back > 0).fillna(False)
+    layers = {"pass": slice(None), "accepted": (events.num_accepted > 0).fillna(False), "lost": is_rolled_back}
+    drawn = []
+    for name, chosen in layers.items():
+        parts = points[chosen].drop_duplicates().groupby("line").part
+        stretches = ((line, runs_of(sorted(of_line.tolist()))) for line, of_line in parts)
+        path = "".join(f"M{first} {line}.5h{last + 1 - first}" for line, runs in stretches for first, last in runs)
+        drawn.append(f'<path class="{name}" d="{path}"/>')
+    label = f"map of {len(requests)} requests by {len(steps)} steps: accepted pale, rolled back strong"
+    height = min(max(4 * len(requests), 24), 200)
+    box = f'viewBox="0 0 {max(-(-len(steps) // per_part), 1)} {len(requests)}" preserveAspectRatio="none"'
+    facts = f'data-start="{steps.start}" data-per-part="{per_part}" style="height:{height}px"'
+    frame = '<rect class="shown" width="0" height="0"/>'
+    return f'<svg {box} {facts} class="run-map" role="img" aria-label="{label}">{"".join(drawn)}{frame}</svg>'

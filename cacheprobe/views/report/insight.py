@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
+from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.records import DISCARDED_DRAFT
 from cacheprobe.core.values import TableLine
 from cacheprobe.trace.tables.draft_verdicts import verified_drafts
@@ -99,7 +100,7 @@ def insight_in_vain(readings: pd.DataFrame, row: TableLine) -> str:
     last = readings.sort_values("layer").iloc[-1]
     token = _quoted_text(last.token)
     depth = f", first from layer {last.prediction_depth} on" if last.prediction_depth < last.layer else ""
-    return f"{sentence}. Through the {last.lens} lens, layer {last.layer}, the last read, had {token} first{depth}"
+    return f"{sentence}. {_through(last)}, layer {last.layer}, the last read, had {token} first{depth}"
 
 
 def _verdict_text(
@@ -159,7 +160,13 @@ def _layers_text(
         from_layer = layers[others[-1] + 1] if others else layers[0]
         parts.append(f"{token} is first from layer {from_layer} on" if from_layer != layers[-1] else
                     f"layer {from_layer}, {last_words} alone had {token} first")  # fmt: skip
-    return f"Through the {table.lens.iloc[0]} lens, {'; '.join(parts)}"
+    return f"{_through(table.iloc[0])}, {'; '.join(parts)}"
+
+
+def _through(reading: pd.Series) -> str:
+    """Returns text on the lens of a reading, and on its site if that is not the residual stream."""
+    site = "" if reading.get("site", "S") == "S" else f" of {site_label(reading.site)}"
+    return f"Through the {reading.lens} lens{site}"
 
 
 def _span(chosen: list[int], layers: list[int]) -> str:

@@ -4,6 +4,7 @@
   const place = (name) => document.getElementById(name);
   const CARDS = {grid: "lens", gave: "card"};
   const TOLD = "grid text cache timeline decode window".split(" ").map((name) => name + "-view");  // hover texts at once
+  const LISTED = JSON.parse(document.body.dataset.listed);
   let current = null, playing = null, change = null;
 
   // Pixels for the picture of a card. Before Dash has drawn the page they follow from the rules of page.css, so that the
@@ -100,6 +101,7 @@
   }
 
   function waiting(names, at) {
+    window.cacheprobe.busy(names);
     const cards = new Set(names.map((name) => (CARDS[name] || name) + "-card"));
     document.querySelectorAll(".card[id]").forEach((card) => card.classList.toggle("asking", cards.has(card.id)));
     for (const name of ["grid", "card"]) {  // numbers of another lens or site are not shown below the chosen one
@@ -128,10 +130,10 @@
   }
 
   function state(at, facts, story, trouble, grown) {
-    const {SHELVED, link, mine, known, absent} = window.cacheprobe, empty = absent(facts);
+    const {SHELVED, visits, mine, known, absent} = window.cacheprobe, empty = absent(facts);
     current = at;
     if (document.documentElement.dataset.theme !== at.theme) document.documentElement.dataset.theme = at.theme;
-    if (link(at) !== location.search) history.replaceState(null, "", location.pathname + link(at));
+    visits.write(at);
     const panel = "panel-" + (SHELVED.includes(at.tab) ? "results" : at.tab);
     document.querySelectorAll(".tab").forEach((tab) => {
       tab.setAttribute("aria-selected", tab.dataset.tab === at.tab);
@@ -161,10 +163,11 @@
       window.cacheprobe.flip.state(at);
     }
     Object.values(FRAMES).forEach((frame) => frame(at));
-    const lost = place("timeline-lost");
-    lost.hidden = !mine(at, facts) || facts.requests.length < 2;
-    lost.setAttribute("aria-pressed", !!at.lost);
+    window.cacheprobe.lines.show(at, mine(at, facts) ? facts : null);
     place("timeline-whole").hidden = !at.zoom;
+    const is_read_now = at.lens !== "recorded" && mine(at, facts) && facts.has_readings;
+    place("text-lens").hidden = !is_read_now;  // the text is coloured by what was recorded
+    if (is_read_now) write("text-lens", `The numbers in the text are those of the run: ${facts.lenses[0].label}, of ${LISTED.sites.S}.`);
     growth(at, grown);
     place("page").dataset.at = JSON.stringify(at);
     const tabs = `${at.tab} ${innerWidth} ${Object.keys(empty)}`;
@@ -205,6 +208,8 @@
     const timeline = document.querySelector("#timeline-view svg[data-first]");
     if (timeline) {
       const {first, last, pitch, left} = timeline.dataset, frame = timeline.querySelector(".cursor");
+      timeline.setAttribute("tabindex", "0");
+      window.cacheprobe.lines.frame(Number(first), Number(last));
       timeline.querySelectorAll(".pick:not([data-step])").forEach((name) =>
         name.classList.toggle("named", Number(name.dataset.request) === at.request));
       const inside = at.step >= Number(first) && at.step <= Number(last);
@@ -296,8 +301,8 @@
   }
 
   // By view: what frames the choice in it.
-  const FRAMES = {timeline, overview: timeline, rejected: list, tokens: list, result: list, text, notes: text, grid: cell,
-    card: layer};
+  const FRAMES = {timeline, map: timeline, overview: timeline, rejected: list, tokens: list, result: list, text, notes: text,
+    grid: cell, card: layer};
 
   let seen = null, read = null;  // the chosen line, and the chosen token with its text, that were scrolled to
 

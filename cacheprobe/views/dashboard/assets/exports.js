@@ -95,13 +95,16 @@
 
   async function take(button) {
     const {export: way, view} = button.dataset, answer = place(view + "-view").dataset.answer;
-    if (way === "png") done(button, "…");
+    const slow = setTimeout(() => button.setAttribute("aria-busy", true), 300);
     try {
       if (!answer) throw new Error("the view is not drawn yet");
       const question = JSON.parse(answer);
       await WAYS[way](button, file_name(view, question), view, question);
     } catch (error) {
       show("This cannot be exported", error.message, false);
+    } finally {
+      clearTimeout(slow);
+      button.removeAttribute("aria-busy");
     }
   }
 

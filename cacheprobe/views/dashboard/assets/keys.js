@@ -4,7 +4,8 @@
   const place = (name) => document.getElementById(name);
   const TYPES = "input:not(.dash-dropdown-focus-target),textarea,select,[role=listbox],[role=option],[role=menu]";
   const SLIDES = "[role=slider]";  // takes arrows, Home and End
-  const LINES = ":is(#rejected-view, #tokens-view) tr[data-intent]", GRID = "#grid-view svg.readings";
+  const LINES = ":is(#rejected-view, #tokens-view) tr[data-intent]", GRID = "#grid-view svg.readings",
+    TIMELINE = "#timeline-view svg[data-first]";
   const ARROWS = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1]};
   const KEYS = [
     ["← →", "one step back, one step on"],
@@ -15,6 +16,8 @@
     ["g", "go to the lens grid"],
     ["m", "pin the chosen token, or write a note on it or its request; Ctrl Enter saves it"],
     ["← → ↑ ↓", "in the lens grid: another row, another layer"],
+    ["t", "go to the timeline"],
+    ["↑ ↓ PageUp PageDown", "in the timeline: the request above or below, or a page away; Home, End: the first, the last"],
     ["+, -, 0", "zoom the timeline in, out, back; or drag over its steps"],
     ["Home, End", "first, last token of the request; in the list: first, last line"],
     ["Tab, Enter", "reach a button or a menu, and press it"],
@@ -29,7 +32,8 @@
     ["superseded", "computed for a draft, and computed again by the pass that verified it"],
     ["prediction depth", "first layer from which the first choice stays the last layer's"],
     ["margin", "log-probability of the committed token minus that of the drafted one, in nats, in the last layer"],
-    ["strip under the slider", "all steps, one after the other: green accepted, red rolled back, blue other passes"],
+    ["strip under the slider", "all steps, one after the other: up and green accepted, down and red rolled back"],
+    ["map under the timeline", "all requests and steps: pale accepted, strong rolled back, grey other passes; framed, what the timeline shows"],
     ["T₀, T₁′, T₁", "newest committed token, first drafted token, the verifier's own token there"],
   ];
   const LISTS = {rejected: "rejected-search", overview: "tokens-search"};  // by tab: the search box of its list
@@ -98,12 +102,20 @@
     if (left < box.left || right > box.right) scroll.scrollLeft += left - box.left - box.width / 2;
   }
 
-  function go_to_grid() {
-    const grid = document.querySelector(GRID);
+  // Chooses another request of the timeline. Returns whether the key is one that does.
+  function in_timeline_lines(key) {
+    const to = {Home: "first", End: "last"}[key], by = {ArrowUp: -1, ArrowDown: 1}[key], pages = {PageUp: -1, PageDown: 1}[key];
+    if (to || by || pages) change({intent: "neighbour", to, by, pages});
+    return !!(to || by || pages);
+  }
+
+  // Focuses a picture of the replay. card: the name of its card.
+  function go_to(picture, card) {
+    const found = document.querySelector(picture);
     if (current().tab !== "replay") change({intent: "tab", tab: "replay"});
-    if (!grid) return;
-    grid.focus({preventScroll: true});
-    place("lens-card").scrollIntoView({block: "start"});
+    if (!found) return;
+    found.focus({preventScroll: true});
+    place(card).scrollIntoView({block: "start"});
   }
 
   function note() {
@@ -113,7 +125,7 @@
   // Keys that do the same wherever the focus is. Returns whether the key is one of them.
   function anywhere(key) {
     const acts = {n: () => change({intent: "walk", by: 1}), p: () => change({intent: "walk", by: -1}), "/": search,
-      "?": help, g: go_to_grid, m: note};
+      "?": help, g: () => go_to(GRID, "lens-card"), t: () => go_to(TIMELINE, "timeline-card"), m: note};
     if (acts[key]) acts[key]();
     return !!acts[key];
   }
@@ -148,6 +160,7 @@
       in_grid(grid, ARROWS[key]);
       return true;
     }
+    if (target.closest(TIMELINE) && !shiftKey && in_timeline_lines(key)) return true;
     return anywhere(key) || in_timeline(key) || to_list(key) || (!target.closest(SLIDES) && in_request(key, shiftKey));
   }
 

@@ -2,7 +2,7 @@
 (function () {
   "use strict";
   const SVG = "http://www.w3.org/2000/svg", PAD = 12;
-  const SKIPPED = ".exports,.waiting,.menus,.finder,.filters,.ranges,.pages,.verdicts,.flips,.modebar,input,progress,button.plain:not(td *)";
+  const SKIPPED = ".exports,.waiting,.menus,.finder,.filters,.ranges,.pages,.turns,.verdicts,.flips,.modebar,input,progress,button.plain:not(td *)";
   const INHERITED = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap",
     "stroke-linejoin", "stroke-opacity", "font-family", "font-size", "font-weight", "font-style", "text-anchor",
     "paint-order", "visibility"];

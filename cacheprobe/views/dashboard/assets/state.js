@@ -3,9 +3,9 @@
   "use strict";
   const LINKED = ["run", "request", "step", "position", "row", "layer", "tab", "site", "lens", "colour", "rows",
     "against", "result", "theme", "facet", "follow", "find", "sort", "among", "page", "table", "order", "filter", "gave",
-    "measure", "until", "lost", "feature", "flip", "zoom", "drafter", "flips", "margin", "tokens"];
+    "measure", "until", "lost", "feature", "flip", "zoom", "drafter", "flips", "margin", "tokens", "top"];
   const NUMBERS = new Set(["run", "request", "step", "position", "row", "layer", "against", "result", "page", "table",
-    "until", "feature", "flip"]);
+    "until", "feature", "flip", "top"]);
   const NUMBER = /-?(?:\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})(?:e[+-]?\d{1,2})?/.source;
   const FORMS = {  // of the filters of the rejected drafts, and of the timeline's range of steps
     zoom: [/^\d{1,9}-\d{1,9}$/, "FIRST-LAST"], drafter: [/^(\d{1,9}|none)$/, "a layer or none"],
@@ -23,7 +23,8 @@
     lost: ["first"], measure: ["verdict", "depth", "entropy", "logprob", "feature", "difference"], among: ["request"], gave: ["true"],
     sort: SORTS.flatMap((name) => [name, "-" + name]),
   };
-  const REQUESTS_A_PAGE = 8;
+  const REQUESTS_A_PAGE = 8;  // of the grid of tokens
+  const {lines} = window.cacheprobe;
   const LISTED = JSON.parse(document.body.dataset.listed);
 
   const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
@@ -34,7 +35,10 @@
       tab: null, site: "S", lens: "recorded", colour: "logprob", rows: "all", measure: "verdict", said: [],
     };
     for (const [name, text] of new URLSearchParams(search)) {
-      if (!LINKED.includes(name)) continue;
+      if (!LINKED.includes(name)) {
+        at.said.push(`the link names ${name.slice(0, 40)}, which this page does not know`);
+        continue;
+      }
       if (NUMBERS.has(name)) {
         if (/^\d{1,9}$/.test(text)) at[name] = Number(text);
         else at.said.push(`the link's ${name} is not a number`);
@@ -68,11 +72,11 @@
   const CHANGES = {
     run: (at) => {
       at.request = at.step = at.position = at.row = at.layer = at.gave = at.follow = at.page = at.walk = at.until = null;
-      at.flip = at.zoom = at.drafter = at.flips = at.margin = null;
+      at.flip = at.zoom = at.drafter = at.flips = at.margin = at.top = null;
       if (at.against === at.run) at.against = null;
       at.feature = at.tokens = null;
     },
-    request: (at) => { at.position = at.row = at.until = null; },
+    request: (at) => { at.position = at.row = at.until = at.top = null; },
     step: (at) => { at.position = at.row = at.follow = at.until = null; },
     site: (at) => { if (at.site !== "S" && at.lens === "recorded") at.lens = "logit"; },
     lens: (at) => { if (at.lens !== "logit") at.site = "S"; },
@@ -160,7 +164,12 @@
     },
     follow: (at) => { at.follow = at.follow ? null : "newest"; },
     find: (at, what) => { at.find = what.find || null; at.page = null; },
-    lost: (at) => { at.lost = at.lost ? null : "first"; },
+    lost: (at) => {
+      at.lost = at.lost ? null : "first";
+      at.top = 0;
+    },
+    turn: (at, what, facts) => { if (mine(at, facts)) lines.turn(at, Number(what.by), facts); },
+    neighbour: (at, what, facts) => { if (mine(at, facts)) set(at, "request", lines.neighbour(at, what, facts)); },
     filter: (at, what) => {  // of the rejected drafts
       if (!what.value || what.value === ":") at[what.name] = null;
       else if (FORMS[what.name][0].test(what.value)) at[what.name] = what.value;
@@ -255,14 +264,28 @@
       at.step = facts.last;
       at.position = at.row = at.until = null;
     }
-    at.step = clamp(at.step, facts.first, facts.last);
+    const step = clamp(at.step, facts.first, facts.last);
+    if (step !== at.step) at.said.push(`there is no step ${at.step} in this run, it has ${facts.first} to ${facts.last}`);
+    at.step = step;
+    if (at.zoom && range_of(at.zoom)[0] > facts.last) at.said.push(`there are no steps ${at.zoom} in this run, it has ${facts.first} to ${facts.last}`);
     if (at.zoom) at.zoom = inside(...range_of(at.zoom), facts);
+    if (at.top >= facts.requests.length) {
+      at.said.push(`there is no place ${at.top} in the timeline, it has 0 to ${facts.requests.length - 1}`);
+      at.top = null;
+    }
     if (at.layer === undefined || at.layer === null) at.layer = facts.layers[facts.layers.length - 1];
     if (!facts.layers.includes(at.layer)) {
       at.said.push(`layer ${at.layer} was not kept, this run has ${facts.layers[0]} to ${facts.layers.at(-1)}`);
       at.layer = facts.layers.at(-1);
     }
-    if (!facts.sites.includes(at.site)) at.site = "S";
+    if (!facts.sites.includes(at.site)) {
+      at.said.push(`site ${at.site} was not kept, this run has ${facts.sites.join(", ")}`);
+      at.site = "S";
+    }
+    if (!facts.lenses.some((one) => one.value === at.lens)) {
+      at.said.push(`there is no lens ${at.lens.slice(0, 40)}, there are ${facts.lenses.map((one) => one.value).join(", ")}`);
+      at.lens = "recorded";
+    }
     if (!facts.has_readings && at.lens === "recorded" && !facts.why_not) at.lens = "logit";
     const others = runs.filter((run) => !run.disabled && run.value !== at.run).map((run) => run.value);
     if (others.includes(at.against)) return;
@@ -308,7 +331,11 @@
 
   // Without a position of its own, the state is where the request's newest step is about.
   function follow(at, story) {
-    const [low, high] = ends(story);
+    const [low, high] = ends(story), is_row = at.row !== null && at.row !== undefined;
+    if (at.tab === "replay" && !is_row && at.position !== null && (at.position < low || at.position > high)) {
+      at.said.push(`request ${at.request} predicts no token from position ${at.position}, it does from ${low} to ${high}`);
+      at.position = null;
+    }
     if (at.place !== undefined) {
       at.position = clamp(story.prompt - 1 + at.place, low, high);
       delete at.place;
@@ -361,15 +388,16 @@
     const first = facts.first + steps * Math.floor((step - facts.first) / steps);
     const shown = at.zoom ? range_of(at.zoom) : [first, Math.min(first + steps - 1, facts.last)];
     const left = tokens * Math.floor(Math.max(place, 0) / tokens), order = at.lost ? "losses" : "";
-    const page = (top) => [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
-    const requests = page(REQUESTS_A_PAGE * Math.floor(request / REQUESTS_A_PAGE));
-    wanted.insight = {run, request, position, row, version};
+    const top = REQUESTS_A_PAGE * Math.floor(request / REQUESTS_A_PAGE);
+    const requests = [top, Math.min(top + REQUESTS_A_PAGE, facts.requests.length)];
+    wanted.insight = {run, request, position, row, site, lens, version};
     wanted.text = {run, request, measure: at.measure, place: 2000 * Math.floor(Math.max(place, 0) / 2000), version};
     if (at.measure === "feature") wanted.text.feature = at.feature ?? null;
     if (is_range(at)) wanted.range = {run, request, position, until: at.until, version};
     wanted.overview = {run, version};
-    wanted.timeline = {run, requests: order ? page(0) : requests, order, steps: [shown[0], shown[1] + 1], width: wide, version};
+    wanted.timeline = {run, requests: lines.page(at, facts), order, steps: [shown[0], shown[1] + 1], width: wide, version};
     if (at.zoom) wanted.timeline.zoomed = true;
+    if (facts.requests.length > 1) wanted.map = {run, order, version};
     wanted.cache = {run, request, step, version};
     wanted.card = {run, request, position, row, site, lens, version};
     wanted.decode = {run, request, requests, places: [left, left + tokens], place, step, version};
@@ -379,7 +407,7 @@
     wanted.window = {run, request, step, version};
     wanted.notes = {run};
     if (at.gave) wanted.gave = {run, request, position, row, theme};
-    if (lens !== "recorded") ["card", "grid"].forEach((name) => last(wanted, name));
+    if (lens !== "recorded") ["insight", "card", "grid"].forEach((name) => last(wanted, name));
     return wanted;
   }
 

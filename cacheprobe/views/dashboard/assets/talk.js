@@ -1,11 +1,12 @@
 // Keeps the state, asks the server for what it lacks, and hears the menus. One request at a time, the newest next.
 (function () {
   "use strict";
-  const {exports, draw, flip, keys, notes, zoom, names_place, parse, act, mine, known, settle, shelve, leave, follow,
-    questions} = window.cacheprobe;
+  const {exports, draw, flip, keys, lines, notes, visits, zoom, names_place, parse, act, mine, known, settle, shelve, leave,
+    follow, questions} = window.cacheprobe;
   const CONTROLS = ["run", "request", "step", "site", "lens", "colour", "rows", "against", "measure"];
   const FREE = ["run", "colour", "rows", "measure"];
   const IDLE = 400;  // milliseconds without a question until what may be clicked next is asked for
+  const AHEAD = 8;  // requests that are asked for ahead
   const PATIENCE = 150;  // milliseconds until an outdated request is abandoned: a slider that is drawn along is followed
 
   const listed = JSON.parse(document.body.dataset.listed), at = parse(location.search);
@@ -15,6 +16,7 @@
   let flight = null, later = null, ahead = null;
 
   function change(what) {
+    visits.did(what);
     act(at, what, facts, story);
     settled();
     if (what.intent === "draft") scrollTo(0, 0);  // it was opened from its list
@@ -31,6 +33,16 @@
     at.walk = error || says ? null : at.walk - question.by;
     if (error || says) at.said = [error || says];
     else act(at, {intent: "draft", ...place}, facts, story);
+  }
+
+  // Completes a state that an address gave.
+  function opened() {
+    if (!listed.runs.length) at.run = null;
+    else if (at.run === undefined) at.run = listed.first;
+    // Home of a run with several requests is the overview; a link that names a place leads to the replay.
+    if (!at.tab) at.tab = listed.sizes[at.run] > 1 && !names_place(location.search) ? "overview" : "replay";
+    if (!listed.runs.length && at.tab === "replay") at.tab = listed.results[0];
+    settled();
   }
 
   function settled() {
@@ -127,16 +139,16 @@
     return missing;
   }
 
-  // Stories of the other requests in the timeline, one after the other: a click on one of those is then answered without
+  // Stories of the nearest requests in the timeline, one after the other: a click on one of those is then answered without
   // a question before its questions. With each goes what the server reads a request's tables for; it keeps them.
   async function look_ahead() {
     const {timeline} = questions(at, facts, story, draw.width, draw.grid());
     if (!timeline || facts.version) return;  // of a run that grows they would be old at the next part
     const {run, requests: [first, end]} = timeline, own = ahead = new AbortController();
-    const order = at.lost ? facts.by_losses : facts.requests.keys();
-    for (const request of [...order].slice(first, end)) {
+    const order = lines.order(at, facts), here = order.indexOf(at.request), away = (one) => Math.abs(order.indexOf(one) - here);
+    for (const request of order.slice(first, end).sort((a, b) => away(a) - away(b)).slice(0, AHEAD)) {
       if (stories.has(request)) continue;
-      const asked = {story: {run, request}, insight: {run, request, position: 0, row: null}, window: {run, request, step: at.step}};
+      const asked = {story: {run, request}, insight: {run, request, position: 0, row: null, site: "S", lens: "recorded"}, window: {run, request, step: at.step}};
       const heard = ({view, ...answer}) => {
         if (own === ahead && view === "story" && !answer.error) stories.set(request, {...answer, run, request});
       };
@@ -255,7 +267,9 @@
       exports.start();
       flip.start(change);
       notes.start(() => at);
+      visits.start(at, opened);
       zoom.start(change);
+      lines.start(change, () => [at, facts]);
       settled();
       if (listed.grows) watch();
       return;
@@ -272,12 +286,7 @@
     });
   }
 
-  if (!listed.runs.length) at.run = null;
-  else if (at.run === undefined) at.run = listed.first;
-  // Home of a run with several requests is the overview; a link that names a place leads to the replay.
-  if (!at.tab) at.tab = listed.sizes[at.run] > 1 && !names_place(location.search) ? "overview" : "replay";
-  if (!listed.runs.length && at.tab === "replay") at.tab = listed.results[0];
   window.dash_clientside = window.dash_clientside || {};
   window.dash_clientside.cacheprobe = {heard};
-  settled();
+  opened();
 })();

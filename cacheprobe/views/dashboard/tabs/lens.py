@@ -2,6 +2,7 @@
 layer's most likely tokens, and the verdict on the draft token at the next position) and as a sentence."""
 
 import json
+from contextlib import suppress
 from functools import cached_property
 from typing import get_args
 
@@ -230,14 +231,14 @@ class RowCard(AtRow):
 
     def sentence(self) -> str:
         """Returns HTML, one sentence on the position that the row predicts: the draft tokens, their verdicts, the
-        committed token, and the layers that predicted each token in the recorded readings. For a row that was fed a
+        committed token, and the layers that predicted each token through the question's lens. For a row that was fed a
         rejected or abandoned draft token: that token, and the last layer's first choice."""
         tables, request = self.tables, self.request
         row = None if self.question.get("row") is None else self.row
         position = self.position if row is None else int(row.position)
         table, rows = tables.run.events.iloc[:0], tables.rows_of(request)
-        if tables.run.has_readings:
-            table = tables.readings(request, range(position, position + 1))
+        with suppress(CannotShow):  # the card says why nothing is read; the verdicts are known without
+            table = self.readings(range(position, position + 1))
             is_shown = (table.status == "committed") if row is None else (table.row == row.row)
             table = table[is_shown & (table.site != "thought")]
         if row is not None and row.status in DISCARDED_DRAFT:

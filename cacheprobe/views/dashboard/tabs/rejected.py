@@ -156,8 +156,9 @@ def _note(tables: RunTables) -> str:
     said = "A line is the first token of a draft that the verifier did not choose; a click or Enter opens it. "
     if tables.run.has_readings:
         return said + (
-            f"{FLIP_WORDS} The margin is how much more log-probability the last layer gives to the committed token "
-            "(“&gt;”: the drafted token is not among the top tokens read)."
+            f"{FLIP_WORDS} The lens is the recorded one, {markup(tables.run.meta['lens'])}. The margin is how much "
+            "more log-probability the last layer gives to the committed token (“&gt;”: the drafted token is not among "
+            "the top tokens read)."
         )
     why = 'read no lens yet (<code>lens="later"</code>)' if tables.run.is_unread else "recorded no lens readings (Z)"
     return said + f"This run {why}: the layer from which the committed token is first, and its margin, are not known."

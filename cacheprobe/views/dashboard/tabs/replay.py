@@ -10,24 +10,27 @@ from cacheprobe.core.values import JsonDict
 from cacheprobe.trace.tables.token_history import standing_at, tokens_with_texts
 from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion, number, span
 from cacheprobe.views.dashboard.run_list import RunList
+from cacheprobe.views.dashboard.run_tables import RunTables
 from cacheprobe.views.dashboard.view import View, opened
 from cacheprobe.views.diagrams.cache import cache_picture, memory_sentence
 from cacheprobe.views.diagrams.decode_grid import decode_picture
 from cacheprobe.views.diagrams.diagram import decoded_diagram, window_diagram
 from cacheprobe.views.diagrams.timeline import (
-    MOST_REQUESTS,
     MOST_STEPS,
     PITCH,
     WIDEST,
     ZOOMED_PITCH,
+    run_map,
     timeline_picture,
 )
 
 MOST_TOKENS = 40
+MOST_LINES = 25
+"""Largest number of requests in the timeline and in the grid of tokens; lines.js has it too."""
 MOST_ZOOMED = 240
 """Largest number of steps in a zoomed timeline; state.js has it too."""
 MOST_PARTS = 400
-"""Largest number of parts that the overview cuts a run into."""
+"""Largest number of parts of the steps in a picture of the whole run."""
 
 
 class _OfRequests(View):
@@ -37,8 +40,7 @@ class _OfRequests(View):
     def requests(self) -> list[int]:
         """Ids of the requests of the page: places [first, end] of all requests, in order of their ids, or of their
         losses. Raises: CannotShow if there are none."""
-        places, by_losses = span(self.question["requests"], "requests", MOST_REQUESTS), self.tables.by_losses
-        order = by_losses if self.question.get("order") == "losses" else sorted(by_losses)
+        places, order = span(self.question["requests"], "requests", MOST_LINES), _order(self.tables, self.question)
         requests = order[max(places.start, 0) : max(places.stop, 0)]
         if not requests:
             raise CannotShow(f"there is no request at {self.question['requests']} in this run")
@@ -85,10 +87,21 @@ class Timeline(_OfRequests):
         return events[events.request_id.isin(self.requests) & events.step.isin(self.steps)]
 
 
+def _order(tables: RunTables, question: PageQuestion) -> list[int]:
+    """Returns the ids of all requests from the top of the timeline down: by number, or by tokens rolled back."""
+    return tables.by_losses if question.get("order") == "losses" else sorted(tables.by_losses)
+
+
+def map_of_run(run_list: RunList, question: PageQuestion) -> str:
+    """Returns HTML of the map of all requests and steps, below the timeline; its order is the timeline's."""
+    tables = run_list.tables(question["run"])
+    return run_map(tables.run.events, _order(tables, question), tables.steps, MOST_PARTS)
+
+
 def overview(run_list: RunList, question: PageQuestion) -> str:
-    """Returns HTML of the whole run as a strip, below the slider of steps: by steps, the shares of draft tokens that
-    were accepted (green) and rolled back (red); blue where no draft was judged. The page moves the frame of class
-    "shown" over the steps of the timeline."""
+    """Returns HTML of the whole run as a strip, below the slider of steps: the shares of draft tokens that were
+    accepted, green and upwards, and rolled back, red and downwards; a thin line where no draft was judged. The page
+    moves the frame of class "shown" over the steps of the timeline."""
     tables = run_list.tables(question["run"])
     events, steps = tables.run.events, tables.steps
     per_part = max(-(-len(steps) // MOST_PARTS), 1)
@@ -98,17 +111,17 @@ def overview(run_list: RunList, question: PageQuestion) -> str:
         "drafted": judged.draft_token_ids.map(len),
         "accepted": judged.num_accepted.astype(int),
     }).groupby("part").sum()  # fmt: skip
-    parts = [f'<rect class="fill-blue" x="{steps.start}" y="0" width="{len(steps)}" height="10"/>']
+    parts = [f'<rect class="fill-blue" x="{steps.start}" y="7" width="{len(steps)}" height="2"/>']
     for part, (drafted, accepted) in zip(counts.index, counts.to_numpy().tolist(), strict=True):
         if not drafted:
             continue
-        first, high = int(part) * per_part, 10 * accepted / drafted
-        at, width = steps.start + first, min(per_part, len(steps) - first)
-        parts.append(f'<rect class="fill-red" x="{at}" y="0" width="{width}" height="{10 - high:.2f}"/>')
-        parts.append(f'<rect class="fill-green" x="{at}" y="{10 - high:.2f}" width="{width}" height="{high:.2f}"/>')
-    parts.append('<rect class="shown" y="0" width="0" height="10"/>')
-    label = "draft tokens by step: green accepted, red rolled back"
-    box = f'viewBox="{steps.start} 0 {max(len(steps), 1)} 10" preserveAspectRatio="none"'
+        first, high = int(part) * per_part, 8 * accepted / drafted
+        where = f'x="{steps.start + first}" width="{min(per_part, len(steps) - first)}"'
+        parts.append(f'<rect class="fill-green" {where} y="{8 - high:.2f}" height="{high:.2f}"/>')
+        parts.append(f'<rect class="fill-red" {where} y="8" height="{8 - high:.2f}"/>')
+    parts.append('<rect class="shown" y="0" width="0" height="16"/>')
+    label = "draft tokens by step: up and green accepted, down and red rolled back"
+    box = f'viewBox="{steps.start} 0 {max(len(steps), 1)} 16" preserveAspectRatio="none"'
     return f'<svg {box} role="img" aria-label="{label}"><title>{label}</title>{"".join(parts)}</svg>'
 
 
