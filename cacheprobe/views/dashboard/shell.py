@@ -229,7 +229,8 @@ def _map() -> Element:
     turns += [
         _button(sign, "icon", title=name, data_intent="turn", data_by=str(by)) for sign, (name, by) in ways.items()
     ]
-    says = "All requests and steps; framed: those above. Pale: accepted; strong: rolled back. Click to go there."
+    says = "All requests and steps; framed: those above. Faint: a pass; full: accepted; strong: rolled back. A click "
+    says += "leads there."
     parts = [html.Div(id="map-view"), html.P(says, className="note"), html.Div(turns, className="turns")]
     return html.Div(parts, id="timeline-map", hidden=True)
 

@@ -252,7 +252,7 @@ def _bands(event: TableLine, *, is_other: bool) -> list[tuple[float, str, str | 
 
 def run_map(events: pd.DataFrame, requests: Sequence[int], steps: range, most_parts: int) -> str:
     """Returns SVG of a whole run as a small map: requests downwards, steps across, a point for each pass of a request.
-    Pale where tokens were accepted, strong where tokens were rolled back, grey for other passes.
+    Tinted where tokens were accepted, strong where tokens were rolled back, a thin line for other passes.
 
     requests, steps: all of the run, in the order of the map.  most_parts: the steps are cut into at most so many parts;
     the attribute data-per-part says how many steps a part has. The frame of class "shown" is moved by the page.
@@ -268,7 +268,7 @@ def run_map(events: pd.DataFrame, requests: Sequence[int], steps: range, most_pa
         stretches = ((line, runs_of(sorted(of_line.tolist()))) for line, of_line in parts)
         path = "".join(f"M{first} {line}.5h{last + 1 - first}" for line, runs in stretches for first, last in runs)
         drawn.append(f'<path class="{name}" d="{path}"/>')
-    label = f"map of {len(requests)} requests by {len(steps)} steps: accepted pale, rolled back strong"
+    label = f"map of {len(requests)} requests by {len(steps)} steps: accepted tinted, rolled back strong"
     height = min(max(4 * len(requests), 24), 200)
     box = f'viewBox="0 0 {max(-(-len(steps) // per_part), 1)} {len(requests)}" preserveAspectRatio="none"'
     facts = f'data-start="{steps.start}" data-per-part="{per_part}" style="height:{height}px"'

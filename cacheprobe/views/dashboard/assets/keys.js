@@ -33,7 +33,7 @@
     ["prediction depth", "first layer from which the first choice stays the last layer's"],
     ["margin", "log-probability of the committed token minus that of the drafted one, in nats, in the last layer"],
     ["strip under the slider", "all steps, one after the other: up and green accepted, down and red rolled back"],
-    ["map under the timeline", "all requests and steps: pale accepted, strong rolled back, grey other passes; framed, what the timeline shows"],
+    ["map under the timeline", "all requests and steps: full accepted, strong rolled back, faint other passes; framed, what the timeline shows"],
     ["T₀, T₁′, T₁", "newest committed token, first drafted token, the verifier's own token there"],
   ];
   const LISTS = {rejected: "rejected-search", overview: "tokens-search"};  // by tab: the search box of its list
