@@ -48,13 +48,16 @@ _FAINT = """(least) => {
   function ground(self, x, y) {
     const is_self = (one) => one === self || self.contains(one) || one.contains(self);
     const stack = document.elementsFromPoint(x, y), here = stack.findIndex(is_self);
-    const is_through = getComputedStyle(self).pointerEvents === "none";  // it is not told by its place: of all below it
+    const is_through = getComputedStyle(self).pointerEvents === "none";  // no point tells of it: all is below it
     if (here < 0 && !is_through) return null;
     let colour = rgba(getComputedStyle(document.getElementById("page") || document.body).backgroundColor);
-    for (const one of stack.slice(Math.max(here, 0)).reverse()) {
+    const own = [];  // those of it that no point tells of
+    const is_free = (one) => here < 0 && getComputedStyle(one).pointerEvents === "none";
+    for (let one = self; is_free(one); one = one.parentNode) own.push(one);
+    for (const one of [...own, ...stack.slice(Math.max(here, 0))].reverse()) {
       const style = getComputedStyle(one);
       if (one instanceof SVGElement && !(one instanceof SVGSVGElement)) {
-        if (["text", "tspan", "image"].includes(one.localName)) continue;
+        if (!["rect", "path", "circle", "ellipse", "polygon"].includes(one.localName)) continue;
         if (style.fill.startsWith("url") || style.fill === "none") continue;
         colour = over(rgba(style.fill), colour, style.fillOpacity * style.opacity);
       } else colour = over(rgba(style.backgroundColor), colour);
