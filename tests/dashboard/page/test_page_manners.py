@@ -147,13 +147,16 @@ def test_one_lens_for_the_sentence_the_card_and_the_grid(browser: Browser, addre
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("run=0&step=99999", "There is no step 99999 in this run, it has 0 to "),
-        ("run=0&request=1&position=9999", "Request 1 predicts no token from position 9999, it does from 2 to "),
-        ("run=0&lens=tuned:7", "There is no lens tuned:7, there are recorded, logit, patchscope"),
-        ("run=0&zoom=900-999", "There are no steps 900-999 in this run"),
-        ("run=0&top=77", "There is no place 77 in the timeline, it has 0 to 4"),
-        ("run=0&token=<b>4", "The link names token, which this page does not know"),
-        ("run=0&request=77", "There is no request 77 in this run"),
+        ("run=0&tab=replay&step=99999", "There is no step 99999 in this run, it has 0 to "),
+        (
+            "run=0&tab=replay&request=1&position=9999",
+            "Request 1 predicts no token from position 9999, it does from 2 to ",
+        ),
+        ("run=0&tab=replay&lens=tuned:7", "There is no lens tuned:7, there are recorded, logit, patchscope"),
+        ("run=0&tab=replay&zoom=900-999", "There are no steps 900-999 in this run"),
+        ("run=0&tab=replay&top=77", "There is no place 77 in the timeline, it has 0 to 4"),
+        ("run=0&tab=replay&token=<b>4", "The link names token, which this page does not know"),
+        ("run=0&tab=replay&request=77", "There is no request 77 in this run"),
         ("run=77", "There is no run 77"),
     ],
 )
@@ -185,7 +188,9 @@ def everything(runs: Path, large: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_text_has_enough_contrast(browser: Browser, everything: str, theme: str, width: int) -> None:
     tabs = {
-        "run=0": "window", "run=0&colour=entropy&measure=entropy&zoom=0-15": "window", "run=2": "window",
+        "run=0&tab=replay": "window", "run=0&colour=entropy&measure=entropy&zoom=0-15": "window",
+        "run=2&tab=replay": "window",
+        "run=0&tab=overview": "summary", "run=3&tab=overview": "tokens",
         "run=2&tab=thoughts": "thoughts", "run=3&tab=rejected": "rejected",
         "run=0&tab=compare&against=1&request=0": "compare",
         **{f"tab={tab}": "result" for tab in ("patching", "surgery", "probes", "results")},
@@ -200,7 +205,7 @@ def test_every_text_has_enough_contrast(browser: Browser, everything: str, theme
             page.wait_for_timeout(300)  # figures are drawn
             count, faint = faint_texts(page)
             assert count > 30 and faint == [], (query, faint[:5])
-        page.goto(f"{everything}?theme={theme}&run=0")
+        page.goto(f"{everything}?theme={theme}&run=0&tab=replay")
         for view, button in (("window", "#keys-open"), ("timeline", "[data-export=code][data-view=timeline]")):
             answered(page, view, run=0)
             page.click(button)
@@ -223,7 +228,7 @@ def test_the_check_of_contrast_can_fail(browser: Browser, everything: str) -> No
                 rule,
             )
             assert any(name in one["element"] for one in faint_texts(page)[1]), name
-    with opened(browser, f"{everything}?run=0") as page:
+    with opened(browser, f"{everything}?run=0&tab=replay") as page:
         answered(page, "cache", run=0)
         page.evaluate("document.querySelector('#cache-view svg text').style.fill = '#999'")
         assert [one["ink"] for one in faint_texts(page)[1]] == [[153, 153, 153]]

@@ -46,7 +46,7 @@ def shows(page: Page, first: int, end: int) -> None:
     """Wait until the timeline has these places."""
     until(
         page,
-        f"""JSON.stringify(JSON.parse(document.getElementById('timeline-view').dataset.answer || '{{}}').requests)
+        f"""JSON.stringify(JSON.parse(document.getElementById('timeline-view')?.dataset.answer || '{{}}').requests)
         === '[{first},{end}]'""",
     )
 
@@ -181,7 +181,7 @@ def test_accepted_and_rolled_back_differ_without_colour(browser: Browser, addres
                 getComputedStyle(document.querySelector(`#map-view .${name}`)).strokeWidth)"""
         )
         assert strokes[0] != strokes[1]  # other passes are thin
-        page.goto(f"{address}?run=0&zoom=0-239")
+        page.goto(f"{address}?run=0&tab=replay&zoom=0-239")
         answered(page, "timeline", run=0, zoomed=True)
         pitch = float(page.locator("#timeline-view svg[data-first]").get_attribute("data-pitch") or 0)
         assert pitch < 10 and page.locator("#timeline-view .thin").count() > 0

@@ -3,7 +3,7 @@
   "use strict";
   const PATIENCE = 300;  // milliseconds
   const NAMES = {facts: "run", story: "request", walk: "next rejected draft", grid: "layers", card: "token",
-    decode: "tokens", insight: "sentence", overview: "strip of the run", map: "map of the run", gave: "logit"};
+    decode: "tokens", tokens: "table of tokens", summary: "overview", insight: "sentence", overview: "strip of the run", map: "map of the run", gave: "logit"};
   let timer = null, computed = [];
 
   function show() {

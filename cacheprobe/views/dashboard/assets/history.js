@@ -1,7 +1,7 @@
 // Keeps the address, and the browser's Back and Forward: a choice adds an entry to the history, a small move changes the newest one.
 (function () {
   "use strict";
-  const SMALL = ["step", "layer", "position", "until", "theme", "follow", "find", "filter", "turn"];
+  const SMALL = ["step", "layer", "position", "until", "theme", "follow", "find", "filter", "tokens", "turn"];
   let is_new = false;  // whether the next address is one to come back to
 
   // Notes what a reader does. Keys that repeat, typing, and a slider that is drawn along are small moves.

@@ -1,9 +1,37 @@
-// The lines of the timeline: which requests its page shows, how a reader turns to others, and where they are in the map.
+// What the timeline shows: a page of the requests and a range of steps, how a reader turns to others, and where in the map.
 (function () {
   "use strict";
   const MOST_LINES = 25;
   const place = (name) => document.getElementById(name);
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+
+  const MOST_STEPS = 240;  // of a zoomed timeline
+
+  const range_of = (text) => text.split("-").map(Number);
+
+  // Shows a range of steps in the timeline: that of `what`, or half or twice of it around the chosen step; without
+  // either the page of steps as before.
+  function zoom(at, what, facts) {
+    const before = at.zoom;
+    at.zoom = null;
+    if (what.first === undefined) return;
+    // a second press can come before the first one's steps are drawn
+    let [first, last] = what.by && before ? range_of(before) : [what.first, what.last].map(Number);
+    if (what.by) {
+      const middle = first <= at.step && at.step <= last ? at.step : (first + last) / 2, count = last - first + 1;
+      const wanted = Number(what.by) > 0 ? Math.ceil(count / 2) : count * 2;
+      first = Math.round(middle - wanted / 2 + 0.5);
+      last = first + wanted - 1;
+    }
+    at.zoom = inside(first, last, facts);
+  }
+
+  // A range of 2 to MOST_STEPS steps of the run.
+  function inside(first, last, facts) {
+    const total = facts.last - facts.first + 1, count = clamp(last - first + 1, Math.min(2, total), Math.min(MOST_STEPS, total));
+    const from = clamp(first, facts.first, facts.last - count + 1);
+    return `${from}-${from + count - 1}`;
+  }
 
   // Requests from the top of the timeline down.
   const order = (at, facts) => at.lost ? facts.by_losses : [...facts.requests.keys()];
@@ -63,5 +91,5 @@
     });
   }
 
-  window.cacheprobe = {...window.cacheprobe, lines: {frame, neighbour, order, page, show, start, turn}};
+  window.cacheprobe = {...window.cacheprobe, lines: {frame, inside, neighbour, order, page, range_of, show, start, turn, zoom}};
 })();

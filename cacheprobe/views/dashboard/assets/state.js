@@ -24,7 +24,7 @@
     sort: SORTS.flatMap((name) => [name, "-" + name]),
   };
   const REQUESTS_A_PAGE = 8;  // of the grid of tokens
-  const {lines} = window.cacheprobe;
+  const {lines} = window.cacheprobe, {inside, range_of} = lines;
   const LISTED = JSON.parse(document.body.dataset.listed);
 
   const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
@@ -88,28 +88,6 @@
     if (CHANGES[name]) CHANGES[name](at);
   }
 
-  const MOST_STEPS = 240;  // of a zoomed timeline
-
-  const range_of = (text) => text.split("-").map(Number);
-
-  // Shows a range of steps in the timeline: that of `what`, or half or twice of it around the chosen step; without
-  // either the page of steps as before.
-  function zoom(at, what, facts) {
-    if (!mine(at, facts)) return;
-    const before = at.zoom;
-    at.zoom = null;
-    if (what.first === undefined) return;
-    // a second press can come before the first one's steps are drawn
-    let [first, last] = what.by && before ? range_of(before) : [what.first, what.last].map(Number);
-    if (what.by) {
-      const middle = first <= at.step && at.step <= last ? at.step : (first + last) / 2, count = last - first + 1;
-      const wanted = Number(what.by) > 0 ? Math.ceil(count / 2) : count * 2;
-      first = Math.round(middle - wanted / 2 + 0.5);
-      last = first + wanted - 1;
-    }
-    at.zoom = inside(first, last, facts);
-  }
-
   // What a press on the head of a column makes of the order: rising, falling, and as it was.
   const turned = (now, key) => now === key ? "-" + key : now === "-" + key ? null : key;
 
@@ -123,13 +101,6 @@
   }
 
   const part_of = (text, name) => new URLSearchParams(text || "").get(name);
-
-  // A range of 2 to MOST_STEPS steps of the run.
-  function inside(first, last, facts) {
-    const total = facts.last - facts.first + 1, count = clamp(last - first + 1, Math.min(2, total), Math.min(MOST_STEPS, total));
-    const from = clamp(first, facts.first, facts.last - count + 1);
-    return `${from}-${from + count - 1}`;
-  }
 
   const INTENTS = {
     set: (at, what) => set(at, what.name, what.value),
@@ -178,7 +149,7 @@
     },
     unfiltered: (at) => { at.find = at.among = at.drafter = at.flips = at.margin = at.page = null; },
     flip: (at, what) => { at.flip = Number(what.step); },
-    zoom,
+    zoom: (at, what, facts) => { if (mine(at, facts)) lines.zoom(at, what, facts); },
     among: (at) => { at.among = at.among ? null : "request"; at.page = null; },
     page: (at, what) => { at.page = Number(what.page); },
     sort: (at, what) => {

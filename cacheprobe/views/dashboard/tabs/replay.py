@@ -28,7 +28,7 @@ MOST_TOKENS = 40
 MOST_LINES = 25
 """Largest number of requests in the timeline and in the grid of tokens; lines.js has it too."""
 MOST_ZOOMED = 240
-"""Largest number of steps in a zoomed timeline; state.js has it too."""
+"""Largest number of steps in a zoomed timeline; lines.js has it too."""
 MOST_PARTS = 400
 """Largest number of parts of the steps in a picture of the whole run."""
 
