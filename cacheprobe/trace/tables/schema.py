@@ -132,7 +132,7 @@ def token_text(token_texts: Mapping[int, str], token_id: int) -> str:
 def _cells(column: pd.Series, dtype: str) -> pd.Series:
     """Returns a column of lists with each cell as an array of numbers or a list of texts; None for a null."""
     kind = dtype.removeprefix("list<").removesuffix(">")
-    if kind != "str" and all(type(cell) is np.ndarray and cell.dtype == kind for cell in column.array):
+    if kind != "str" and all(type(cell) is np.ndarray and cell.dtype == kind for cell in column.to_numpy()):
         return column  # as a file has it
     made = list if kind == "str" else partial(np.asarray, dtype=np.dtype(kind))
     cells = [None if is_null else made(cell) for cell, is_null in zip(column, column.isna(), strict=True)]
