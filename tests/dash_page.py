@@ -149,12 +149,14 @@ def answered(page: Page, name: str, /, **asked: Any) -> str:
 
 
 def until(page: Page, expression: str) -> None:
-    """Wait until it holds. Playwright's own way makes code of a text inside the page, whose policy forbids that."""
+    """Wait until it holds; an error in it, on a page that is not there yet, does not end the waiting. Playwright's own
+    way makes code of a text inside the page, whose policy forbids that."""
     page.evaluate(
         f"""new Promise((yes, no) => {{
             const end = performance.now() + {PATIENCE};
+            const holds = () => {{ try {{ return {expression}; }} catch {{ return false; }} }};
             const look = () => {{
-                if ({expression}) yes(true);
+                if (holds()) yes(true);
                 else if (performance.now() > end) no(new Error("never came true"));
                 else setTimeout(look, 15);
             }};

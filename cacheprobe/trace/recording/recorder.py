@@ -29,7 +29,7 @@ from cacheprobe.trace.tables.build import LedgerChange, Part, RowRecord
 
 CHECK_EVERY = 16
 """A pass is checked if its step is a multiple of this number; the first pass of each phase is checked too."""
-_LENS_CHECK_ROWS = 16
+_LENS_ROWS = 16
 """Maximum number of rows of a pass whose logits are compared with those read from the last layer's S."""
 _ROW_BYTES, _READING_BYTES = 600, 44
 """Bytes of a row's records (row, events, ledger), and of a reading without its `top_k` tokens."""
@@ -260,8 +260,8 @@ class Recorder(Observer, Source):
         }
         forms = [block_sum(self.model, layer) for layer in range(ran)]
         found = [(self.residual_check, checks.block_errors(self.residual_check, watched, forms, unchanged))]
-        chosen = list(unchanged.get(self.model.n_layers, range(len(checked))))[:_LENS_CHECK_ROWS]
-        if record.logits is not None and ran == self.model.n_layers and chosen:
+        chosen = slice(_LENS_ROWS) if (kept := unchanged.get(self.model.n_layers)) is None else kept[:_LENS_ROWS]
+        if record.logits is not None and ran == self.model.n_layers and chosen != []:
             logits = self.model.read_out(watched["S", ran - 1][chosen])
             errors = checks.lens_errors(self.lens_check, logits, record.logits.flatten(0, 1)[now.checked_index[chosen]])
             found.append((self.lens_check, errors))
