@@ -304,7 +304,9 @@ class CaptureConfig(KnownKeywords):
 
 def capture_module(*names: str) -> CaptureConfig:
     """Returns a CaptureConfig that keeps what these modules compute, and no site. names: as in
-    `CaptureConfig.modules`."""
+    `CaptureConfig.modules`. Raises: ValueError without a name."""
+    if not names:
+        raise ValueError("give the names of modules, as in named_modules(), such as model.layers.3.mlp")
     return CaptureConfig(None, modules=names)
 
 

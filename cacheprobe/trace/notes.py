@@ -47,7 +47,7 @@ class Note:
 
     def __post_init__(self) -> None:
         numbers = [self.request_id] if self.position is None else [self.request_id, self.position, self.token_id]
-        is_whole = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers)
+        is_whole = all(type(number) is int and 0 <= number < 2**31 for number in numbers)
         if not isinstance(self.note_id, str) or not isinstance(self.text, str) or not is_whole:
             raise NoteError(
                 "a note has the texts note_id and text, and the whole numbers request_id, position and token_id, got "
@@ -55,6 +55,8 @@ class Note:
             )
         if len(self.text) > MOST_LETTERS:
             raise NoteError(f"a note has at most {MOST_LETTERS:,} letters, got {len(self.text):,}; shorten it")
+        if self.text.encode(errors="ignore").decode() != self.text:
+            raise NoteError("the text of a note holds half of a surrogate pair, which no file can hold; leave it out")
 
 
 def read_notes(directory: Path) -> tuple[Note, ...]:
@@ -118,6 +120,13 @@ class Notes:
             lines.append((note.note_id, note.request_id, note.position, token, note.text, is_here))
         table = pd.DataFrame(lines, columns=["note_id", "request_id", "position", "token", "text", "is_of_run"])
         return table.astype({"request_id": "int64", "position": "Int64", "is_of_run": bool})
+
+    def copy_to(self, directory: Path) -> None:
+        """Writes the notes beside a copy of the run, in place of those there. Raises: NoteError if they cannot be read
+        or written."""
+        notes = () if self.directory in (None, directory) else read_notes(self.directory)
+        if notes:
+            _change(directory, lambda _: list(notes))
 
     def add(self, request_id: SupportsIndex, text: str = "", position: SupportsIndex | None = None) -> Note:
         """Writes a note into notes.json in the run's directory, and returns it. It replaces the note on the same place.

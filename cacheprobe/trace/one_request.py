@@ -1,5 +1,6 @@
 """Defines `RequestTrace`, the part of a Trace that belongs to one request, and how a Trace is indexed."""
 
+import operator
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -92,7 +93,7 @@ def chosen_requests(trace: TraceData, index: "SupportsIndex | slice") -> "Reques
     numbers = [one.request_id for one in trace.requests]
     if isinstance(index, slice):
         return [RequestTrace(trace, number) for number in numbers[index]]
-    wanted = index.__index__()
+    wanted = operator.index(index)
     if wanted < 0 and -wanted <= len(numbers):
         wanted = numbers[wanted]
     if wanted not in numbers:

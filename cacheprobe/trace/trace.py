@@ -292,11 +292,13 @@ class Trace(TraceData):
         `overwrite` is True.
 
         If Z of a run with lens="later" is not read yet, it is saved as unread: `load_trace` with the model reads it
-        when it is first needed. To save the readings, call `hypotheses` first.
+        when it is first needed. To save the readings, call `hypotheses` first. Notes are copied.
         If writing fails, an earlier run in the directory stays complete.
         Raises: TraceError as `cacheprobe.trace.storage.save_trace`.
         """
-        return save_trace(self, folder("directory", directory), overwrite=overwrite)
+        path = save_trace(self, folder("directory", directory), overwrite=overwrite)
+        self.notes.copy_to(path)
+        return path
 
 
 def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:

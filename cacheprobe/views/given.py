@@ -90,7 +90,7 @@ def checking_tables(draw: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(draw)
     def checked(*args: P.args, **settings: P.kwargs) -> R:
         """Checks the tables, then draws."""
-        given = signature.bind(*args, **settings).arguments
+        given = signature.bind_partial(*args, **settings).arguments  # a wrong table is said before a missing argument
         for argument, table in drawn.items():
             value = given.get(argument)
             for one in value if isinstance(value, tuple) else (value,):

@@ -54,7 +54,7 @@ def is_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "one choice"])
 def test_the_table_is_that_of_the_events_and_readings(name: str) -> None:
     trace = run(name)
-    table = cp.analysis.token_table(trace, grouped=False)
+    table = cp.analysis.token_table(trace)
     is_same(plain(table), tokens_slowly(trace))
     assert (table.verdict != "rejected").sum() == sum(len(trace.committed(r.request_id)) for r in trace.requests)
     assert ({*table.verdict} == {"committed"}) == (name == "undrafted")
@@ -112,8 +112,8 @@ def test_a_run_that_is_recorded_has_what_is_on_the_disk(tmp_path: Path, monkeypa
 
 
 def test_equal_rejections_share_a_line() -> None:
-    whole = cp.analysis.token_table(run("early exit"), grouped=False)
-    table, rejected = cp.analysis.token_table(run("early exit")), whole[whole.verdict == "rejected"]
+    whole = cp.analysis.token_table(run("early exit"))
+    table, rejected = cp.analysis.token_table(run("early exit"), grouped=True), whole[whole.verdict == "rejected"]
     pairs = list(zip(rejected.drafted_token_id, rejected.committed_token_id.fillna(-1), strict=True))
     counts = {pair: pairs.count(pair) for pair in pairs}
     shared = table[table.verdict == "rejected"]
@@ -132,7 +132,7 @@ def test_shares_by_layer_are_counted_by_hand() -> None:
     trace = run("early exit")
     readings, layers = trace.hypotheses(), tokens_of(trace).layers
     own = readings[(readings.status == "committed") & readings.committed_token_id.notna()]
-    lines = cp.analysis.token_table(trace, grouped=False)
+    lines = cp.analysis.token_table(trace)
     for verdict, words in (
         ("accepted", ["accepted"]),
         ("rejected", ["recovered"]),
@@ -156,7 +156,7 @@ def test_shares_by_layer_are_counted_by_hand() -> None:
 
 def test_a_text_is_found_in_outputs_prompts_and_drafts() -> None:
     trace = run("early exit")
-    texts, table = trace.token_texts, cp.analysis.token_table(trace, grouped=False)
+    texts, table = trace.token_texts, cp.analysis.token_table(trace)
     tokens = trace.committed(1)
     wanted = texts[tokens[4]] + texts[tokens[5]][:2]  # the whole of one token, and the beginning of the next
     found = cp.analysis.tokens_with_text(trace, table, wanted.upper().replace("␣", " "))

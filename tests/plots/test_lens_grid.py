@@ -83,7 +83,7 @@ def test_axes_and_scale_are_named(readings: pd.DataFrame, colour: str, title: st
     """Beside the columns in order: the lines' names. In the legend and in a file: the shades with their values."""
     grid = grid_of(readings, 0, colour=colour)
     (strokes,), (bar,), (legend,) = (parsed(grid.html, kind) for kind in ("readings", "shades", "legend"))
-    names = ["layer", "0", "1", "2", "position", "read", "→ next"]
+    names = ["layer", "0", "▸1", "2", "position", "read", "→ next"]
     assert [name.text for name in strokes if name.tag.endswith("text")] == names
     named = [(float(tick.get("x", -1)), tick.text) for tick in bar if tick.tag.endswith("text")]
     assert [name for _, name in sorted(named)] == ticks

@@ -98,6 +98,7 @@ SAMPLES: dict[str, Callable[[cp.Trace, cp.Trace], tuple[Given, Given]]] = {
     "request_text": lambda run, _: tuple(
         ((run.row_table, run.events(), request, run.hypotheses()), {}) for request in (0, 1)
     ),
+    "run_overview": lambda run, thoughtful: (((run,), {}), ((thoughtful,), {})),
     "thought_card": lambda _, thoughtful: (of_chunk(thoughtful, 2), of_chunk(thoughtful, 30)),
     "thoughts_picture": lambda _, thoughtful: (of_thoughts(thoughtful, 0), of_thoughts(thoughtful, 1)),
     "timeline": lambda run, _: (
@@ -119,6 +120,7 @@ EVERY = {  # what each tip says
     "lens_grid": [r"request \d", r"step \d", "prefill|verify|decode", "committed|superseded|rolled back",
                   r"position \d", r"layer \d"],
     "request_text": [r"request \d", r"step \d", r"position \d"],
+    "run_overview": [r"layer \d|request \d|draft token \d"],
     "thought_card": [r"request \d", r"step \d", r"positions \d"],
     "thoughts_picture": [r"position|chunk|block"],
     "timeline": [r"request \d", r"step \d", "prefill|decode|verify"],

@@ -95,8 +95,10 @@ TABLES: dict[str, Callable[[cp.Trace], pd.DataFrame]] = {
     "ledger before the run": lambda trace: trace.ledger(0)[:0],
     **{f"cp.analysis.{name}": getattr(A, name) for name in (
         "commitment", "engine_differences", "lens_readings", "prediction_depth", "read_thoughts", "reasoning_spans",
-        "routing", "saturation",
+        "routing", "saturation", "token_table",
     )},
+    "cp.analysis.group_rejections": lambda trace: A.group_rejections(A.token_table(trace)),
+    "cp.analysis.tokens_with_text": lambda trace: A.tokens_with_text(trace, A.token_table(trace), "1"),
     "cp.analysis.to_dataframe": lambda trace: A.to_dataframe(trace).drop(columns="vector"),  # of the states' own dtype
     "cp.analysis.expected_speedup": with_costs,
     "edits": lambda trace: trace.edits(),

@@ -57,6 +57,25 @@ def test_a_trace_knows_its_notes(run: Path) -> None:
     assert not [path.name for path in run.iterdir() if path.name.startswith(".")]
 
 
+def test_a_copy_of_a_run_has_its_notes(run: Path, tmp_path: Path) -> None:
+    trace = cp.load_trace(run)
+    trace.notes.add(1, "kept")
+    copied = trace.save(tmp_path / "copy")
+    assert cp.load_trace(copied).notes.table().text.tolist() == ["kept"]
+    trace.save(run, overwrite=True)
+    assert trace.notes.table().text.tolist() == ["kept"]
+
+
+def test_what_no_file_can_hold_is_refused(run: Path) -> None:
+    trace = cp.load_trace(run)
+    with pytest.raises(NoteError, match="surrogate"):
+        trace.notes.add(0, "\ud800")
+    large = [{"note_id": "a", "request_id": 10**23}]
+    (run / "notes.json").write_text(json.dumps({"format": "cacheprobe notes", "format_version": 1, "notes": large}))
+    with pytest.raises(NoteError, match="whole numbers"):
+        trace.notes.table()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

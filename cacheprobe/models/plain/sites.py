@@ -185,7 +185,8 @@ class PlainSites(HuggingFaceLM):
             stack.enter_context(self._listening_to_queries(self._module(place.path), of_tokens))
             return
         stack.callback(hook_tensor(self._module(place.path), place, of_tokens).remove)
-        if not any(f"{place.path}.".startswith(f"{block.path}.") for block in self.blocks):
+        is_inside = any(f"{place.path}.".startswith(f"{block.path}.") for block in self.blocks)
+        if not is_inside and place.path not in self.modules_before:
             self.num_hooked_outside += 1
             stack.callback(self._unhook_outside)
 

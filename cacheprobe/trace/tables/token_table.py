@@ -36,9 +36,8 @@ class RunTokens(NamedTuple):
     for which the layer's first choice was the committed token, or the rejected draft token (null for other groups)."""
 
 
-def token_table(trace: "Trace", *, grouped: bool = True) -> pd.DataFrame:
-    """Returns a DataFrame with one line for each committed token of a run and one for each rejected draft token. Equal
-    rejections share one line, see `group_rejections`.
+def token_table(trace: "Trace", *, grouped: bool = False) -> pd.DataFrame:
+    """Returns a DataFrame with one line for each committed token of a run and one for each rejected draft token.
 
     Columns: request_id; step, that committed or rejected the token; position, of the token; verdict: "accepted",
     "recovered" (the verifier's token in place of a rejected one), "bonus" (after a wholly accepted draft), "committed"
@@ -54,7 +53,7 @@ def token_table(trace: "Trace", *, grouped: bool = True) -> pd.DataFrame:
     disagreement_layer and disagreement_token; entropy_nats of the last layer; margin_nats, by how much the last layer
     gives the committed token a larger log-probability than the most likely other one. All null without lens readings.
     logprob_nats: of the committed token, from the model's unprocessed logits.
-    grouped: False for a line for each rejection, so that lines can be chosen before they are grouped.
+    grouped: True for one line for all equal rejections of the run, as `group_rejections` makes.
     Twin: tests.twins.tokens_slowly, ==.
     """
     lines = tokens_of(trace).lines

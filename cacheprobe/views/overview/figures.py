@@ -55,8 +55,11 @@ def run_overview(trace: "Trace") -> Markup:
 
     A run without lens readings, or without drafts, says so in place of a figure.
     """
-    found = overview_picture(tokens_of(trace), trace.event_table)
-    return Markup.of(found.finding, found.body, found.note)
+    tokens = tokens_of(trace)
+    found = overview_picture(tokens, trace.event_table)
+    made = Markup.of(found.finding, found.body, found.note)
+    made.data = {"tokens": tokens.lines, "layers": tokens.layers, "events": trace.events()}
+    return made
 
 
 def overview_picture(tokens: RunTokens, events: pd.DataFrame, links: Links | None = None) -> Markup:

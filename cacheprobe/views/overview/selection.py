@@ -133,7 +133,7 @@ def _folded(tokens: pd.Series) -> pd.Series:
 def code_of(selection: TokenSelection) -> list[str]:
     """Returns the lines of Python that make a table of the same lines of a `trace`, and name it `table`."""
     condition, column = selection.condition, COLUMNS.get(selection.sort.removeprefix("-"), ("", ""))[1]
-    code = ["table = cp.analysis.token_table(trace, grouped=False)"]
+    code = ["table = cp.analysis.token_table(trace)"]
     code += [f'table = table.query({condition!r}, engine="python")'] if condition else []
     if selection.find and not selection.is_pattern:
         code += [f"table = cp.analysis.tokens_with_text(trace, table, {selection.find!r})"]

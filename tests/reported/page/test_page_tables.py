@@ -102,7 +102,8 @@ def test_the_sentence_about_a_token(tables: Tables) -> None:
     for request, prompt in tables.prompts.items():
         read = tables.committed_readings(request) if tables.has_readings else pd.DataFrame()
         for position in range(prompt - 1, prompt + len(tables.trace.committed(request)) - 1):
-            said = plain(pages().html("insight", tables.name, request=request, position=position, row=None))
+            asked = dict(lens="recorded", site="S", request=request, position=position, row=None)
+            said = plain(pages().html("insight", tables.name, **asked))
             assert numbers(said)[:2] == [position, position + 1]
             if position not in read.index:
                 continue

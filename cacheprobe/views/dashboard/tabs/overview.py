@@ -31,7 +31,7 @@ class RunSummary(View):
     """The figures of the whole run. A press on a token opens it, one on a request lists its tokens."""
 
     notebook = (
-        "tokens = cp.analysis.token_table(trace, grouped=False)",
+        "tokens = cp.analysis.token_table(trace)",
         'table = tokens.groupby("request_id").verdict.value_counts().unstack(fill_value=0).reset_index()',
         "cp.plots.run_overview(trace)",
     )
