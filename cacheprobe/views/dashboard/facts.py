@@ -61,6 +61,8 @@ def why_none_rejected(tables: RunTables) -> str:
     count = int(tables.run.events.draft_token_ids.map(len).sum())
     if count:
         return f"the verifier accepted all {count:,} draft tokens that it judged"
+    if drafter := tables.run.meta["drafter"]:
+        return f"{drafter} drafted no token that was verified; --draft-length 15 lets it draft, whatever that costs"
     return "no draft token was verified; name a drafter (cacheprobe run --drafter) to record some"
 
 

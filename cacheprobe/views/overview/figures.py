@@ -37,6 +37,12 @@ _DEPTHS = {
 NO_READINGS = 'This run has no lens readings; run it with capture="Z" to see layers.'
 
 
+NO_DRAFTS = (
+    "Name a drafter to record some. If one is named, its drafts cost more than they save here: give draft_length a "
+    "number (--draft-length 15), so that it drafts all the same."
+)
+
+
 class Links(NamedTuple):
     """Says what a press on a token or a request does: functions that put HTML or SVG inside of an element that can be
     pressed. The defaults put it in none."""
@@ -147,7 +153,7 @@ def draft_steps_figure(events: pd.DataFrame) -> Markup:
     drafted, accepted = judged.draft_token_ids.map(len).to_numpy(), judged.num_accepted.to_numpy(dtype=np.int64)
     deepest = int(drafted.max()) if len(drafted) else 0
     if not deepest:
-        return Markup.of("No draft token was verified", "", "Name a drafter to record some.")
+        return Markup.of("No draft token was verified", "", NO_DRAFTS)
     bars = []
     for step in range(1, deepest + 1):
         count, kept = int((drafted >= step).sum()), int((accepted >= step).sum())
@@ -167,7 +173,7 @@ def requests_figure(events: pd.DataFrame, links: Links | None = None) -> Markup:
     table, links = acceptance_by_request(events), Links() if links is None else links
     known = table[table.drafted > 0]
     if known.empty:
-        return Markup.of("No request has a verified draft", "", "Name a drafter to record some.")
+        return Markup.of("No request has a verified draft", "", NO_DRAFTS)
     drawn = table if len(table) <= MOST_REQUESTS else known.nsmallest(MOST_REQUESTS, "share").sort_index()
     every, bars = max(len(drawn) // 10, 1), []
     for line in drawn.itertuples():

@@ -115,12 +115,12 @@ def selected_tokens(
     if selection.find:
         is_found = _is_match(found, selection.find) if selection.is_pattern else has_text(found, texts, selection.find)
         found = found[is_found]
-    found = found if selection.is_each else group_rejections(found)
-    if not selection.sort:
-        return found
-    column, is_rising = COLUMNS[selection.sort.removeprefix("-")][1], not selection.sort.startswith("-")
+    column, is_rising = COLUMNS.get(selection.sort.removeprefix("-"), ("", ""))[1], not selection.sort.startswith("-")
     key = _folded if column.endswith("token") else None
-    return found.sort_values(column, kind="stable", ascending=is_rising, key=key)
+    if column not in ("", "times"):  # the first of equal rejections in this order stands for them
+        found = found.sort_values(column, kind="stable", ascending=is_rising, key=key)
+    found = found if selection.is_each else group_rejections(found)
+    return found.sort_values(column, kind="stable", ascending=is_rising) if column == "times" else found
 
 
 def _folded(tokens: pd.Series) -> pd.Series:
@@ -143,12 +143,11 @@ def code_of(selection: TokenSelection) -> list[str]:
             f"is_match = texts.apply(lambda tokens: tokens.str.contains({selection.find!r}, na=False))",
             "table = table[is_match.any(axis=1)]",
         ]
-    code += [] if selection.is_each else ["table = cp.analysis.group_rejections(table)"]
-    if column:
-        as_text = ", key=lambda texts: texts.str.replace('␣', ' ').str.casefold()" if column.endswith("token") else ""
-        is_rising = not selection.sort.startswith("-")
-        code += [f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}{as_text})']
-    return [*code, "table"]
+    grouping = [] if selection.is_each else ["table = cp.analysis.group_rejections(table)"]
+    as_text = ", key=lambda texts: texts.str.replace('␣', ' ').str.casefold()" if column.endswith("token") else ""
+    is_rising = not selection.sort.startswith("-")
+    order = [f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}{as_text})'] if column else []
+    return [*code, *(grouping + order if column == "times" else order + grouping), "table"]
 
 
 def _is_match(lines: pd.DataFrame, pattern: str) -> np.ndarray:

@@ -57,15 +57,18 @@ def choose_requests(
 
 
 def drawn_within(choice: RequestChoice, draw: Callable[[int], str], room: int) -> dict[int, str]:
-    """Returns a dict from request id to HTML, in the order of ids: of the first requests of a choice that together have
-    at most `room` bytes.  draw: function from a request's id to its HTML."""
+    """Returns a dict from request id to HTML, in the order of ids: of requests that together have at most `room` bytes.
+    Those of a choice are drawn in their order, until eight were too large.  draw: function from a request's id to its
+    HTML."""
     drawn: dict[int, str] = {}
-    for request_id in choice.request_ids:
-        html = draw(request_id)
-        room -= len(html.encode("utf-8", "replace"))
-        if room < 0:
+    for tried, request_id in enumerate(choice.request_ids):
+        if tried - len(drawn) == MOST_CHOSEN:
             break
-        drawn[request_id] = html
+        html = draw(request_id)
+        size = len(html.encode("utf-8", "replace"))
+        if size <= room:
+            drawn[request_id] = html
+            room -= size
     return dict(sorted(drawn.items()))
 
 

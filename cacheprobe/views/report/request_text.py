@@ -201,7 +201,7 @@ def text_piece(
         for html, thought in blocks
     )
     note = "" if len(shown) == len(tokens) else f"Generated tokens {places.start + 1} to {places.start + len(shown)}."
-    body = f'<div class="prose" dir="auto">{prose}</div>'
+    body = f'<div class="prose" dir="auto" tabindex="0">{prose}</div>'
     return Markup.of(_finding(parts), body, note, _legend(tokens, measure, parts.lens))
 
 

@@ -119,7 +119,7 @@
   }
 
   function note() {
-    if (current().tab === "replay") window.cacheprobe.notes.open();
+    if (["overview", "replay", "rejected"].includes(current().tab)) window.cacheprobe.notes.open();
   }
 
   // Keys that do the same wherever the focus is. Returns whether the key is one of them.

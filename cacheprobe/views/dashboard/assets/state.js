@@ -351,6 +351,7 @@
     for (const name of FILTERS) if (at[name]) list[name] = at[name];
     if (at.walk) wanted.walk = {run, request, step, position, by: at.walk, among: among ? request : null, ...list};
     if (at.tab === "rejected") wanted.rejected = {run, request: among ? request : null, page: at.page || 0, ...list};
+    if (["overview", "rejected"].includes(at.tab)) wanted.notes = {run};  // for the dialog of a note
     if (at.tab === "compare") wanted.compare = {run, against: at.against, request, theme, version};
     if (at.tab === "thoughts") wanted.thoughts = {run, request, position, step, version};
     if (at.tab !== "replay") return wanted;

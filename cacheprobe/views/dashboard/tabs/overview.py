@@ -94,7 +94,8 @@ class TokenList(View):
         bar = pages(says, page, last_page, lambda to: f"data-intent='tokens' data-name='page' data-value='{to}'")
         bar += self._also(selection, lines)
         if lines.empty:
-            return f"{bar}<p class='refused'>No token is found.</p>"
+            which = "No single token matches the pattern" if selection.is_pattern else "No token is found"
+            return f"{bar}<p class='refused'>{which}.</p>"
         labels = {key: heading for key, (heading, _) in COLUMNS.items()}
         heads = sorting_heads(labels, NUMBERS, selection.sort, "arrange")
         body = "".join(map(_line, shown.itertuples()))
@@ -172,10 +173,11 @@ def _finder(question: dict[str, object]) -> str:
         about = f"data-intent='tokens' data-name='{name}' data-value='{value}' data-toggle='true' title='{says}'"
         return f"<button class='plain' {about} aria-pressed='{pressed}'>{label}</button>"
 
+    is_pattern = question.get("way") == "pattern"
     return (
         f"<div class='finder'><input type='search' id='tokens-search' maxlength='{MOST_LETTERS}' data-tokens='find' "
-        "placeholder='search prompts and outputs  ( / )' aria-label='search all tokens' autocomplete='off' "
-        "spellcheck='false'>"
+        f"placeholder='{'a pattern for one token' if is_pattern else 'search prompts and outputs'}  ( / )' "
+        "aria-label='search all tokens' autocomplete='off' spellcheck='false'>"
         + toggle("way", "pattern", "regular expression", "match single tokens with a regular expression (RE2)")
         + toggle("each", "1", "each rejection", "give each of several equal rejections a line")
         + "<button class='plain' data-intent='every'>show all</button></div>"
