@@ -14,7 +14,7 @@ from cacheprobe.views.dashboard.run_list import Follower, RunList
 from cacheprobe.views.dashboard.tabs.overview import LINES_A_PAGE, RunSummary, TokenList
 from cacheprobe.views.overview import selection
 from cacheprobe.views.overview.figures import acceptance_by_request, overview_picture
-from cacheprobe.views.overview.selection import COLUMNS, RANGES, TokenSelection
+from cacheprobe.views.overview.selection import COLUMNS, RANGES, TokenSelection, selected_tokens
 from cacheprobe.views.overview.table import token_list
 from tests.dashboard.growing_run import begun, go_on, part_each_round
 from tests.models.heads.tiny_head import TinyHeadDrafter
@@ -121,6 +121,16 @@ WRONG = [
     ({"find": "(?=a)", "way": "pattern"}, "no lookaround"),
     ({"find": "((a{999}){999}){9}", "way": "pattern"}, "repetition"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sort", ["margin", "-margin", "entropy", "-disagreement"])
+def test_the_extreme_of_equal_rejections_stands_for_them(table: pd.DataFrame, sort: str) -> None:
+    column = {"margin": "margin_nats", "entropy": "entropy_nats"}.get(sort.removeprefix("-"), "disagreement")
+    equal = table[table.verdict == "rejected"].assign(drafted_token_id=3, committed_token_id=5)
+    assert equal[column].nunique() > 3
+    (line,) = selected_tokens(equal, TokenSelection(sort=sort), {}).itertuples()
+    assert getattr(line, column) == (equal[column].max() if sort.startswith("-") else equal[column].min())
+    assert line.times == len(equal)
 
 
 @pytest.mark.parametrize(("question", "says"), WRONG)

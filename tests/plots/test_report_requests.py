@@ -12,7 +12,7 @@ import cacheprobe as cp
 from cacheprobe.cli.app import report as report_command
 from cacheprobe.trace.notes import NoteError
 from cacheprobe.views.report import report as report_module
-from cacheprobe.views.report.choice import dashboard_of, without_paths
+from cacheprobe.views.report.choice import RequestChoice, dashboard_of, drawn_within, without_paths
 from cacheprobe.views.report.report import report_html
 from cacheprobe_benchmarks.shared.large_run import save_large_run
 from tests.plots.test_views import HOSTILE
@@ -92,6 +92,17 @@ def test_a_large_run_stays_below_four_megabytes(large: Path, tmp_path: Path) -> 
     assert f"{40 - count} chosen requests would make the file larger than 4 MB" in html
     assert listed(html) == list(range(40))
     assert set(re.findall(r'href="#request-(\d+)"', html)) == set(map(str, drawn(html)))
+
+
+def test_a_request_that_is_too_large_makes_room_for_others() -> None:
+    sizes, drawn = {3: 50, 1: 900, 2: 40, 0: 20}, list[int]()
+
+    def draw(request: int) -> str:
+        drawn.append(request)
+        return "x" * sizes[request]
+
+    assert list(drawn_within(RequestChoice((3, 1, 2, 0), ""), draw, 100)) == [2, 3]
+    assert drawn == [3, 1, 2, 0]
 
 
 def test_no_room_for_a_request_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

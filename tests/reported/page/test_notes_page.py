@@ -79,6 +79,18 @@ def test_a_note_is_written_listed_marked_and_leads_to_its_place(browser: Browser
         until(page, "document.querySelectorAll('#text-view .noted').length === 0")
 
 
+def test_a_note_is_written_in_the_overview_too(browser: Browser, address: str, run: Path) -> None:
+    with opened(browser, f"{address}?run=0&tab=overview&request=2") as page:
+        answered(page, "tokens", run=0)
+        answered(page, "notes", run=0)
+        until(page, "Number.isInteger(JSON.parse(document.getElementById('page').dataset.at).position)")
+        page.keyboard.press("m")
+        page.keyboard.type("from the table")
+        page.keyboard.press("Control+Enter")
+        until(page, "!document.getElementById('note').open")
+        assert [(note.request_id, note.text) for note in read_notes(run)] == [(2, "from the table")]
+
+
 def test_two_pages_lose_nothing_of_each_other(browser: Browser, address: str, run: Path) -> None:
     with opened(browser, f"{address}?run=0&request=0&tab=replay") as one, opened(browser, f"{address}?run=0") as other:
         for page, request in ((one, 0), (other, 2)):
