@@ -319,6 +319,8 @@ def load_trace(directory: "str | Path", model: CachedLM | None = None) -> Trace:
     manifest.json, for an unknown version of the trace format, and for a file that is missing or has another size than
     the manifest says.
     """
+    if model is not None and not hasattr(model, "new_cache"):
+        raise ValueError(f"model must be one that cp.load_model(...) made, got a {type(model).__name__}")
     trace = open_trace(folder("directory", directory), model)
     if model is not None and trace.fingerprint["weights_sha256"]:  # "" for an import without a model
         require_model(trace, model)

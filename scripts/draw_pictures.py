@@ -50,12 +50,12 @@ def thoughts_picture(browser: Browser, run: Path, folder: Path) -> None:
 
 
 def dash_picture(browser: Browser, runs: list[Path], folder: Path) -> None:
-    """The dashboard as it opens, from its header to the end of the lens grid and the token's card."""
+    """The dashboard's replay, from its header to the end of the lens grid and the token's card."""
     server = listen(RunList.of(runs), port=0)
     Thread(target=server.serve_forever, daemon=True).start()
     page = browser.new_page(viewport={"width": WIDTH, "height": 900})
     page.set_default_timeout(PATIENCE)
-    page.goto(f"http://127.0.0.1:{server.port}/")
+    page.goto(f"http://127.0.0.1:{server.port}/?tab=replay")
     for place in ("#text-view[data-answer]", ".menu-lens .dash-dropdown-value", "[role=slider]"):
         page.wait_for_selector(place, state="attached")
     page.wait_for_timeout(500)

@@ -176,6 +176,8 @@ def test_a_run_is_not_loaded_with_another_model(bare: cp.Trace, tmp_path: Path) 
     kept = bare.save(tmp_path / "run")
     with pytest.raises(ValueError, match=r"the trace is of weights \w+, .* has \w+; load the run's model as it was"):
         cp.load_trace(kept, perturbed(loaded(), 0.02))
+    with pytest.raises(ValueError, match=r"must be one that cp\.load_model\(\.\.\.\) made, got a str"):
+        cp.load_trace(kept, "smollm2-135m")  # type: ignore[arg-type]
     assert cp.load_trace(kept, loaded()).model is loaded()
     of_bridge = cp.run(loaded(), PROMPTS[:1], **SMALL, path="bridge").save(tmp_path / "bridge")
     assert len(cp.load_trace(of_bridge, loaded()).hypotheses())
