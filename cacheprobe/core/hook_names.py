@@ -177,7 +177,7 @@ def place_of(site: str, layer: int | None) -> tuple[str, int]:
     """
     known = site_named(site)
     if known in ATTENTION_SITES:
-        raise ValueError(f"{site!r} is of attention heads; say site='T' with layer= and head=")
+        raise ValueError(_advice_on_heads(site, known, layer))
     if known in (*_HOOKS, LENS_SITE) or (layer is not None and "." not in known):
         if layer is None:
             raise ValueError(f"site {site} needs layer=")
@@ -193,12 +193,26 @@ def place_of(site: str, layer: int | None) -> tuple[str, int]:
     elif module:
         found = _entering("pre" if name.endswith(".input") else "S", int(module[1]))
     if found is not None and found[0] in ATTENTION_SITES:
-        raise ValueError(f"{site!r} is of attention heads; say site='T' with layer={found[1]} and head=")
+        raise ValueError(_advice_on_heads(site, *found))
     if found is None:
         found = name, number_in(name) or 0
     if layer is not None and layer != found[1]:
         raise ValueError(f"{site!r} is at layer {found[1]}, and layer={layer} was given; leave out layer=")
     return found
+
+
+def _advice_on_heads(name: str, site: str, layer: int | None) -> str:
+    """Returns the error message for a site of attention heads, which is no place of an intervention."""
+    if site == HEADS:
+        number = "" if layer is None else layer
+        return f"{name!r} is of attention heads; say site='T' with layer={number} and head="
+    module = f"model.layers.{'*' if layer is None else layer}.self_attn"
+    if site == PATTERN:
+        return (
+            f"{name!r} is of attention weights, which cannot be changed; hook the attention's output, such as {module}"
+        )
+    rotated = f", or {module}.query for queries after the rotation" if site == "q" else ""
+    return f"{name!r} is of attention heads; name the module that computes it, such as {module}.{site}_proj{rotated}"
 
 
 def _entering(site: str, layer: int) -> tuple[str, int]:

@@ -221,7 +221,8 @@ def source_sha256(f: Callable[..., object]) -> str:
         text = inspect.getsource(f if hasattr(f, "__code__") else type(f))
     except (OSError, TypeError):
         called = f if hasattr(f, "__code__") else type(f).__call__
-        text = _code_text(called.__code__) if hasattr(called, "__code__") else repr(f)  # a function of a library in C
+        code = called.__code__ if hasattr(called, "__code__") else None
+        text = _code_text(code) if isinstance(code, CodeType) else repr(f)  # a function of a library in C has none
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -115,12 +115,13 @@ def prepare_again(
 
 
 def _require_told_apart(interventions: Sequence[Intervention]) -> None:
-    """Raises: ValueError for a function of which nothing shows that it is that of the run that is continued."""
+    """Checks that the functions of hooks can be compared with those of the unfinished run. Raises: ValueError for a
+    function that uses a value which its digest does not include."""
     for one in interventions:
         if isinstance(one, Function) and one.unnamed:
             raise ValueError(
-                f"{one}: its function uses {one.unnamed}, of which nothing shows that it is as in the run that is "
-                "continued; run it again, and give the function numbers, tensors and functions"
+                f"{one}: its function uses {one.unnamed}, which cannot be compared with that of the unfinished "
+                "run; start a new run, with a function that uses numbers, tensors and functions only"
             )
 
 

@@ -102,7 +102,7 @@ def test_reading_a_site_by_another_name_says_ours() -> None:
         trace.states("resid_post", 1, 0)
     with pytest.raises(ValueError, match="unknown site 'hook_z' of heads.*; here it is 'z'"):
         trace.heads("hook_z", 1, 0)
-    with pytest.raises(ValueError, match="'hook_z' is of attention heads; say site='T' with layer= and head="):
+    with pytest.raises(ValueError, match="'hook_z' is of attention heads; say site='T' with layer=1 and head="):
         cp.interventions.zero(request_id=0, site="hook_z", layer=1, positions=[3])
 
 

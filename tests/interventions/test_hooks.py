@@ -351,7 +351,7 @@ def test_a_function_that_cannot_be_told_apart_is_refused_where_that_matters(
         monkeypatch.setattr(disk_writer, name, 0.0)
     with failing_after(6):
         cp.run(loaded(), PROMPTS[:2], interventions=edit, **LIGHT, out=tmp_path / "run")
-    with pytest.raises(ValueError, match="uses its variable lock, a lock, of which nothing shows"):
+    with pytest.raises(ValueError, match="uses its variable lock, a lock, which cannot be compared"):
         cp.resume(tmp_path / "run", loaded(), interventions=edit, progress=False)
 
 

@@ -1,7 +1,7 @@
 """Defines Intervention: one change of a request's states, given by site, layer and absolute positions."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Required, TypeAlias, TypedDict, cast
@@ -73,12 +73,13 @@ class WhereLayers(HookOptions, total=False):
 
 
 def checked_fields(name: str, given: Mapping[str, object], known: Any) -> JsonDict:
-    """Returns the keyword arguments of a function of `cp.interventions` as a new dict. name: of the function.  known:
-    the TypedDict that declares them. Raises: TypeError for an unknown or a missing argument."""
+    """Returns the keyword arguments of a function of `cp.interventions` as a new dict, with generators as tuples. name:
+    of the function.  known: the TypedDict that declares them. Raises: TypeError for an unknown or a missing
+    argument."""
     require_known_options(given, known.__annotations__)
     if missing := sorted(known.__required_keys__ - given.keys()):
         raise TypeError(f"{name}() misses the required argument {missing[0]!r}")
-    return dict(given)
+    return {key: tuple(value) if isinstance(value, Iterator) else value for key, value in given.items()}
 
 
 class StateContext(NamedTuple):
@@ -160,7 +161,7 @@ class Intervention:
                 keep(name, tuple(whole_number(f"{self}: one of {name}", one, at_least=0) for one in listed(given)))
         keep("phases", None if self.phases is None else tuple(listed(self.phases)))
         if not is_module(self.site):
-            require_one_of(f"site for {self.name}", self.site, EDITED_SITES, site_advice)
+            require_one_of(f"site for {self.name}", self.site, EDITED_SITES, _site_advice)
         if self.head is not None and self.site not in SITES_OF_HEADS:
             raise ValueError(f"{self}: only sites {' and '.join(SITES_OF_HEADS)} have heads; leave out head=")
         for phase in self.phases or ():
@@ -203,6 +204,11 @@ class Intervention:
     def place(self) -> tuple[str, int]:
         """(site, layer) of the hook through which the intervention acts; for a head, the site of z."""
         return HEADS if self.site == "T" and self.head is not None else self.site, self.layer
+
+    def at_start(self, digests: dict[int, tuple[str, str]]) -> "Intervention":
+        """Returns the intervention as the run that starts now records it. digests: results of `function_digest` by the
+        function's id; gets those that are missing. Here nothing is computed."""
+        return self
 
     def changed(self, states: Tensor, contexts: Sequence[StateContext]) -> Tensor:
         """Returns the states [n, w] as they are to become, in the same dtype; one of `contexts` belongs to each."""
@@ -262,6 +268,11 @@ def _checked_requests(name: str, given: object) -> "int | tuple[int, ...] | slic
     if not numbers or len(set(numbers)) != len(numbers):
         raise ValueError(f'{name}: request_id is {given!r:.60}; give each request once, or "all"')
     return numbers if isinstance(given, Iterable) else numbers[0]
+
+
+def _site_advice(name: str) -> str:
+    """Returns the end of the error message for an unknown site."""
+    return site_advice(name) or f"; if {name!r} is a module of the model, leave out layer= and layers="
 
 
 def _named(request_id: object) -> str:

@@ -39,10 +39,12 @@ def require_hooks(model: object) -> None:
 def interventions_of(given: object, model: CachedLM, num_requests: int) -> tuple[Intervention, ...]:
     """Returns one Intervention for each request and place, from those that a user gave to a run of so many requests.
     Raises: ValueError for a request that is not there; ModelError for a module that is not there."""
-    found = []
+    found: list[Intervention] = []
+    digests: dict[int, tuple[str, str]] = {}
     for one in as_interventions(given):
         _, layer = located(model, one.site, one.layer)
-        found += (one if layer == one.layer else replace(one, layer=layer)).of_requests(num_requests)
+        placed = one if layer == one.layer else replace(one, layer=layer)
+        found += placed.at_start(digests).of_requests(num_requests)
     return tuple(found)
 
 

@@ -95,8 +95,9 @@ class Editor:
             state.is_edited |= not is_of_head and any(one.request == state.request_id for one in self.interventions)
         self._special, self._num_layers = special_token_ids(model), model.n_layers
         self.rewritten: dict[int, frozenset[int]] = {}
-        """Layer -> indices, in the list given to `aim`, of the tokens whose residual stream interventions change. Key
-        n_layers: of those whose logits the last S may not give."""
+        """Layer -> indices, in the list given to `aim`, of the tokens whose residual stream interventions change at
+        that layer. Key n_layers: indices of the tokens whose logits cannot be computed from S of the last layer,
+        because an intervention changes a module there."""
         self.written: list[set[int]] = [set() for _ in self.interventions]
         """For each intervention, the positions that it changed when they were last computed. If a preempted request is
         rebuilt, an intervention with `steps` acts on these positions again."""

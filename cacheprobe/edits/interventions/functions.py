@@ -7,8 +7,8 @@ directions are computed in float32, or in float64 for a float64 model.
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, Unpack
 
 import torch
@@ -28,8 +28,9 @@ class Function(Intervention):
 
     function: StateFunction = field(repr=False)
     """Takes a copy of the state [w] in the model's dtype, and its StateContext; returns the new state."""
-    source_sha256: str
-    """SHA-256 of the function's source and of the values that it uses, or of the directions."""
+    source_sha256: str = ""
+    """SHA-256 of the function's code and of the values that it uses, or of the directions. "" until a run starts, which
+    uses a copy with the SHA-256 of that moment."""
     unnamed: str = ""
     """What the function uses that `source_sha256` does not hold, as text; "" if nothing."""
 
@@ -54,7 +55,17 @@ class Function(Intervention):
     def record(self) -> dict[str, object]:
         """As Intervention.record, with the function's source_sha256 instead of that of vectors."""
         kept = {name: value for name, value in super().record().items() if name != "vectors_sha256"}
-        return {**kept, "source_sha256": self.source_sha256, **({"unnamed": self.unnamed} if self.unnamed else {})}
+        now = self.at_start({})
+        return {**kept, "source_sha256": now.source_sha256, **({"unnamed": now.unnamed} if now.unnamed else {})}
+
+    def at_start(self, digests: dict[int, tuple[str, str]]) -> "Function":
+        """As Intervention.at_start: returns a copy with the present source_sha256 of the function."""
+        if self.source_sha256:
+            return self
+        if (key := id(self.function)) not in digests:
+            digests[key] = function_digest(self.function)
+        source_sha256, unnamed = digests[key]
+        return replace(self, source_sha256=source_sha256, unnamed=unnamed)
 
 
 def hook(
@@ -73,12 +84,13 @@ def hook(
     name: what errors and the run's metadata call it; by default the function's own name.
 
     If the function raises an error, or returns another shape or dtype, NaN or infinity, its request ends with an error
-    that names the place; other requests go on. The fingerprint holds a digest of the function, see `function_digest`.
+    that names the place; other requests go on. Each run's fingerprint has a digest of the
+    function and of the values that it uses when the run starts, see `function_digest`.
     """
-    checked_fields("hook", where, HookOptions)
+    if not callable(function):
+        raise ValueError(f"hook: the second argument must be a function of (state, context), got {function!r:.60}")
     made = dict(name=name or name_of(function), function=function, vectors=torch.zeros(1, 1))
-    source_sha256, unnamed = function_digest(function)
-    fields = {**where, **made, "source_sha256": source_sha256, "unnamed": unnamed}
+    fields = {**checked_fields("hook", where, HookOptions), **made}
     places = places_of(module_or_site, fields.pop("layers", None), "hook")
     return tuple(
         Function(action="function", site=site, layer=layer, keeps_shape=is_module(site), **fields)
@@ -156,9 +168,18 @@ def _by_layer(
     return tuple(Function(action="function", site=site, layer=layer, **fields) for site, layer in places)
 
 
-def places_of(site: str, layers: "int | Iterable[int] | None", what: str) -> list[tuple[str, int]]:
+def places_of(site: object, layers: object, what: str) -> list[tuple[str, int]]:
     """Returns (site, layer) of a site at one layer or several, or of a hook point that names its layer. Raises:
-    ValueError for no layer: nothing would change."""
+    ValueError for a site that is no text, for layers that are no numbers, and for no layer: nothing would change."""
+    if not isinstance(site, str):
+        raise ValueError(
+            f"{what}: give the module's name as in named_modules(), such as 'model.layers.3.mlp', or a site, such as "
+            f"'S'; got a {type(site).__name__}"
+        )
+    if isinstance(layers, str):
+        raise ValueError(
+            f"{what}: layers must be a number or several, got {layers!r:.60}; for all layers give range(model.n_layers)"
+        )
     given = [None if layer is None else operator.index(layer) for layer in listed(layers)]
     if not given:
         raise ValueError(f"{what}: layers is empty, so nothing would change")
