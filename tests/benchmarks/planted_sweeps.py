@@ -1,4 +1,4 @@
-"""Costs that tests plant into the benchmarks of sweeps, rollbacks of recurrent states, other models and memory."""
+"""Costs that tests plant into the benchmarks of sweeps, the overview, rollbacks of recurrent states, other models and memory."""
 
 import subprocess
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import pytest
 
 import cacheprobe as cp
 from cacheprobe_benchmarks.catalogue import small
-from cacheprobe_benchmarks.speed import recurrent_rollback
+from cacheprobe_benchmarks.speed import overview, page, recurrent_rollback
 from cacheprobe_benchmarks.states import families, memory, own_model, sizes
 from cacheprobe_benchmarks.sweeps import sweep, sweep_backends
 from tests.planted_costs import HOUR, Clock
@@ -29,6 +29,20 @@ def of_sweep(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 SWEPT = {"serial": sweep.Log(40.0, 41.0, 1.0), "ray": sweep.Log(44.0, 30.0, 5.0)}
+
+
+def of_overview(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Opening takes a second of the page's clock, and an answer of the server two hours."""
+    evaluate = page.Page.evaluate
+
+    def costly(opened: page.Page, expression: str, given: Any) -> float:
+        evaluate(opened, expression, given)
+        return 1000
+
+    monkeypatch.setattr(page.Page, "evaluate", costly)
+    clock.plant(overview.urllib.request, "urlopen", 2)
+    searches = {f"{name}_ms": 2000 * HOUR for name in overview.SEARCHES}
+    return {"first_ms": 1000, "paint_ms": 1000, **searches}
 
 
 def of_sweep_backends(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:

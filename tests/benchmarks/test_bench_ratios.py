@@ -22,16 +22,7 @@ from cacheprobe.trace.trace import Trace
 from cacheprobe_benchmarks.catalogue import questions, small
 from cacheprobe_benchmarks.shared.hugging_face import HuggingFace
 from cacheprobe_benchmarks.shared.workload import Run, Timing
-from cacheprobe_benchmarks.speed import (
-    acceptance,
-    determinism,
-    overview,
-    page,
-    passes,
-    products,
-    speculation,
-    torch_compile,
-)
+from cacheprobe_benchmarks.speed import acceptance, determinism, page, passes, products, speculation, torch_compile
 from cacheprobe_benchmarks.states import (
     field,
     large_trace,
@@ -303,20 +294,6 @@ def of_page(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(page.Page, "evaluate", costly)
     names = {"paint": 1000, "token": 2000, "step": 2000, "rejection": 3000, "request": 2000, "worst": 3000}
     return {f"batch_{name}_ms": milliseconds for name, milliseconds in names.items()}
-
-
-def of_overview(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Opening takes a second of the page's clock, and an answer of the server two hours."""
-    evaluate = page.Page.evaluate
-
-    def costly(opened: page.Page, expression: str, given: Any) -> float:
-        evaluate(opened, expression, given)
-        return 1000
-
-    monkeypatch.setattr(page.Page, "evaluate", costly)
-    clock.plant(overview.urllib.request, "urlopen", 2)
-    searches = {f"{name}_ms": 2000 * HOUR for name in overview.SEARCHES}
-    return {"first_ms": 1000, "paint_ms": 1000, **searches}
 
 
 def of_acceptance(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
