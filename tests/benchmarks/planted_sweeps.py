@@ -1,4 +1,4 @@
-"""Costs that tests plant into the benchmarks of sweeps, the overview, rollbacks of recurrent states, other models and memory."""
+"""Costs that tests plant into benchmarks: sweeps, the overview, rollbacks of recurrent states, other models, memory."""
 
 import subprocess
 from collections.abc import Callable

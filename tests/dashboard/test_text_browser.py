@@ -87,7 +87,8 @@ def test_the_saved_picture_has_the_text_in_its_place(browser: Browser, address: 
         answered(page, "grid", request=0)
         until(page, f"document.querySelectorAll('{TOKEN}').length === 72")
         box = "document.querySelector('#text-view .prose')"
-        page.evaluate(f"{box}.style.maxHeight = '140px'; {box}.scrollTop = 90")
+        page.add_style_tag(content=".dash .prose { max-height: 140px }")
+        page.evaluate(f"{box}.scrollTop = 90")
         assert page.evaluate(f"{box}.scrollHeight > {box}.clientHeight + 90")
         with page.expect_download() as download:
             page.locator("[data-export=svg][data-view=text]").click()
