@@ -221,7 +221,7 @@ class CaptureConfig(KnownKeywords):
             sites = "" if self.sites is None else captured_letters(self.sites)
         except (TypeError, AttributeError):
             raise ValueError(f"capture must be a text of S, T, C and Z, or None, got {self.sites!r:.60}") from None
-        if self.sites is not None and not sites:
+        if self.sites is not None and not sites and not listed(self.heads) and not listed(self.modules):
             raise ValueError("capture sites are empty: nothing would be kept; give some of S, T, C and Z, or None")
         for site in sites:
             require_one_of("site to capture", site, ALL_SITES)

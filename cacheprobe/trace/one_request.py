@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 import pandas as pd
+from torch import Tensor
 
 from cacheprobe.core.records import Request
 from cacheprobe.core.tokens import visible
@@ -71,6 +72,11 @@ class RequestTrace:
     def rejected(self) -> pd.DataFrame:
         """Returns the request's lines of `Trace.rejected`."""
         return rejected_of(self.trace, self.request_id)
+
+    def module(self, name: str, status: str | None = None) -> Tensor:
+        """Returns what a captured module computed for the request's rows, [n, ...], as `Trace.module`. status: only
+        rows of this status."""
+        return self.trace.module(name, self.rows(status))
 
     def __repr__(self) -> str:
         prompt = self.prompt

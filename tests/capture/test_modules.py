@@ -133,6 +133,17 @@ def test_queries_after_the_rotation(family: str) -> None:
     assert require_equal(bridged, right) > 5
 
 
+def test_a_request_gives_its_rows_of_a_module() -> None:
+    """No site, as a text without letters, is allowed beside modules."""
+    name = "model.layers.0.mlp"
+    trace = cp.run(loaded(), PROMPTS[:2], **LONG, capture=cp.CaptureConfig("", modules=name), drafter=EXIT)
+    for status in (None, "rolled_back"):
+        of_all = trace.module(name, trace.rows(1, status))
+        assert len(of_all) and trace[1].module(name, status).equal(of_all)
+    with pytest.raises(ValueError, match="nothing would be kept"):
+        cp.CaptureConfig("")
+
+
 def test_passes_that_stop_before_a_module_have_no_rows_of_it() -> None:
     trace = run_of("llama")
     drafted = trace.rows(0)[trace.rows(0).num_layers == 1]
