@@ -219,6 +219,8 @@ def source_sha256(f: Callable[..., object]) -> str:
         return hashlib.sha256(repr((source_sha256(f.func), f.args, sorted(f.keywords.items()))).encode()).hexdigest()
     try:
         text = inspect.getsource(f if hasattr(f, "__code__") else type(f))
+        if name_of(f) == "<lambda>":  # the source is the whole line, which may hold others
+            text += _code_text(f.__code__)  # type: ignore[attr-defined]
     except (OSError, TypeError):
         called = f if hasattr(f, "__code__") else type(f).__call__
         code = called.__code__ if hasattr(called, "__code__") else None

@@ -253,6 +253,12 @@ def test_an_object_whose_class_is_in_c_has_a_source_digest() -> None:
     assert len(source_sha256(made["Unread"]())) == 64
 
 
+def test_lambdas_of_one_line_have_sources_of_their_own() -> None:
+    """As the functions of lenses are named: the source that Python gives is the whole line."""
+    one, other = (lambda x: x * 2), (lambda x: x * 3)
+    assert source_sha256(one) != source_sha256(other)
+
+
 def test_the_digest_is_that_of_another_process(tmp_path: Path) -> None:
     """Sets of texts have another order in each process."""
     (tmp_path / "mine.py").write_text(

@@ -12,11 +12,12 @@ from torch.utils.hooks import RemovableHandle
 from cacheprobe.core.live import ModuleValue
 from cacheprobe.core.values import hint
 from cacheprobe.models.base import ModelError
+from cacheprobe.models.hf.attention import QUERY
 
 TensorEdit = Callable[[Tensor], Tensor | None]
 """Function of a module's tensor that returns a tensor in its place, or None to leave it unchanged."""
 
-OUTPUT, INPUT, QUERY = "output", "input", "query"
+OUTPUT, INPUT = "output", "input"
 _ENDING = re.compile(rf"(.+?)\.({OUTPUT}|{INPUT}|{QUERY})(?:\.(\d{{1,2}}))?")
 
 

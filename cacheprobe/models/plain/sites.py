@@ -25,9 +25,9 @@ from cacheprobe.models.base import ModelError, StateEdit, StateSink
 from cacheprobe.models.experts import capturing_routing, editing_routers, split
 from cacheprobe.models.fast.graphs import Graphs
 from cacheprobe.models.fast.tapes import Tapes
-from cacheprobe.models.hf.attention import ATTENTION, OF_ATTENTION
+from cacheprobe.models.hf.attention import ATTENTION, OF_ATTENTION, QUERY
 from cacheprobe.models.hf.lm import HuggingFaceLM
-from cacheprobe.models.hf.modules import QUERY, TensorEdit, find_tensor, hook_tensor
+from cacheprobe.models.hf.modules import TensorEdit, find_tensor, hook_tensor
 from cacheprobe.models.plain.recurrence import hooking_states
 from cacheprobe.models.plain.structure import AddedPart, JointProjection, PlainBlock
 from cacheprobe.models.settings import model_lock

@@ -68,7 +68,8 @@ class TokenSelection(NamedTuple):
         """Returns the selection that a question names. Its values are texts; those that it lacks choose all lines.
         Raises: ValueError for a value of another form, with what it may be."""
         texts = {
-            name: _text(question, name) for name in ("find", "way", "verdict", "asked", "requests", "sort", "each")
+            name: question_text(question, name)
+            for name in ("find", "way", "verdict", "asked", "requests", "sort", "each")
         }
         for name, known in (
             ("verdict", VERDICTS),
@@ -80,7 +81,7 @@ class TokenSelection(NamedTuple):
                 raise ValueError(f"{name} is {' or '.join(known)}, got {texts[name]!r:.40}")
         if texts["sort"] and texts["sort"].removeprefix("-") not in COLUMNS:
             raise ValueError(f"the table is sorted by {', '.join(COLUMNS)}, got {texts['sort']!r:.40}")
-        ranges = ((name, *_ends(name, text)) for name in RANGES if (text := _text(question, name)))
+        ranges = ((name, *_ends(name, text)) for name in RANGES if (text := question_text(question, name)))
         chosen = cls(
             texts["find"], texts["way"] == "pattern", texts["verdict"], texts["asked"], _ids(texts["requests"]),
             tuple(ranges), texts["sort"], bool(texts["each"]),
@@ -172,7 +173,8 @@ def _matches(texts: pa.Array, pattern: str) -> np.ndarray:
         ) from None
 
 
-def _text(question: Mapping[str, object], name: str) -> str:
+def question_text(question: Mapping[str, object], name: str) -> str:
+    """Returns a text of the page's question; "" for None. Raises: ValueError for another value or a long text."""
     value = question.get(name)
     if value is None:
         return ""

@@ -7,11 +7,10 @@ import pandas as pd
 
 from cacheprobe.core.hook_names import site_label
 from cacheprobe.core.values import JsonDict
-from cacheprobe.views.dashboard.questions import CannotShow, PageQuestion
+from cacheprobe.views.dashboard.questions import PageQuestion
+from cacheprobe.views.overview.selection import MOST_LETTERS, question_text
 from cacheprobe.views.text import markup, plain, shorten
 
-MOST_LETTERS = 200
-"""Largest length of a searched text."""
 MOST_LINES = 200
 """Largest number of lines that are drawn."""
 MOST_COLUMNS = 120
@@ -28,12 +27,12 @@ def selected_lines(table: pd.DataFrame, question: PageQuestion) -> pd.DataFrame:
     front for the largest first. A column that the table does not have is ignored: the address may come from another
     table. Raises: CannotShow for values of other kinds.
     """
-    wanted, column = _text(question, "filter"), ordered_column(table, question)
+    wanted, column = question_text(question, "filter"), ordered_column(table, question)
     if wanted and len(table):
         texts = table.map(str).agg("\n".join, axis=1).str.casefold()
         table = table[texts.str.contains(wanted.casefold(), regex=False)]
     if column is not None:
-        is_rising = not _text(question, "order").startswith("-")
+        is_rising = not question_text(question, "order").startswith("-")
         table = table.sort_values(column, kind="stable", ascending=is_rising, key=_sort_key)
     return table
 
@@ -45,7 +44,7 @@ def _sort_key(values: pd.Series) -> pd.Series:
 
 def selecting_code(table: pd.DataFrame, question: PageQuestion) -> list[str]:
     """Returns the lines of Python that do to `table` what `selected_lines` does. table: not yet selected."""
-    wanted, column = _text(question, "filter"), ordered_column(table, question)
+    wanted, column = question_text(question, "filter"), ordered_column(table, question)
     code = []
     if wanted:
         code += [
@@ -55,7 +54,7 @@ def selecting_code(table: pd.DataFrame, question: PageQuestion) -> list[str]:
     if column is not None:
         as_letters = 'values.map(str, na_action="ignore").str.casefold()'
         key = 'values.astype("Float64")' if _has_numbers(table[column]) else as_letters
-        is_rising = not _text(question, "order").startswith("-")
+        is_rising = not question_text(question, "order").startswith("-")
         code += [
             f'table = table.sort_values({column!r}, kind="stable", ascending={is_rising}, key=lambda values: {key})'
         ]
@@ -64,7 +63,7 @@ def selecting_code(table: pd.DataFrame, question: PageQuestion) -> list[str]:
 
 def ordered_column(table: pd.DataFrame, question: PageQuestion) -> str | None:
     """Returns the column of a table that a question sorts by; None for none."""
-    column = _text(question, "order").removeprefix("-")
+    column = question_text(question, "order").removeprefix("-")
     return column if column in table.columns else None
 
 
@@ -77,11 +76,11 @@ def sortable(
     table: from `selected_lines`; at most 200 lines are drawn.  total: number of lines without the filter.
     cells: functions that draw the cells of some columns; others are drawn as text.
     """
-    drawn, wanted, found = table.head(MOST_LINES), _text(question, "filter"), len(table)
+    drawn, wanted, found = table.head(MOST_LINES), question_text(question, "filter"), len(table)
     labels = {str(name): str(name) for name in table.columns}
     numbers = {name for name in labels if _has_numbers(table[name])}
     lines = "".join(_line(line, numbers, cells or {}) for line in drawn.to_dict("records"))
-    head = f"<thead><tr>{sorting_heads(labels, numbers, _text(question, 'order'), 'order')}</tr></thead>"
+    head = f"<thead><tr>{sorting_heads(labels, numbers, question_text(question, 'order'), 'order')}</tr></thead>"
     shown = f"<div class='scroll'><table class='sorts'>{head}<tbody>{lines}</tbody></table></div>"
     if not found:
         said = f"No line has “{markup(plain(wanted))}” in it." if wanted else "The table has no line."
@@ -150,13 +149,3 @@ def pages(says: str, page: int, last_page: int, about: Callable[[int], str]) -> 
         state = "" if 0 <= to <= last_page and to != page else " disabled"
         buttons += f"<button class='icon' title='{name} page' {about(to)}{state}>{sign}</button>"
     return f"<div class='pages'><span role='status'>{says}</span>{buttons if last_page else ''}</div>"
-
-
-def _text(question: PageQuestion, what: str) -> str:
-    """Returns a text of a question; "" for None. Raises: CannotShow for another value or a long text."""
-    value = question.get(what)
-    if value is None:
-        return ""
-    if not isinstance(value, str) or len(value) > MOST_LETTERS:
-        raise CannotShow(f"{what} is a text of at most {MOST_LETTERS} letters, got {value!r:.40}")
-    return value
